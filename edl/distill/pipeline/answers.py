@@ -17,7 +17,7 @@ from edl.protocol import tensors
 from edl.protocol.tensors import Array
 
 _FORGET = 0.05
-"""Share by which the estimate falls with each smaller answer, so that one large row in twenty keeps it up."""
+"""Share by which the estimate decreases with each smaller answer, so that one large row in twenty keeps it high."""
 
 
 def outputs_nbytes(outputs: Outputs) -> int:
@@ -74,10 +74,10 @@ Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[S
 
 
 def item_outputs(item: Item, service: int) -> Outputs:
-    """Return an item's outputs from a service: writable arrays [rows, ...] of its own, or `TopK`.
+    """Return an item's outputs from a service: its own writable arrays [rows, ...], or `TopK`.
 
-    `TopK` of rows may share the memory of an answer. `TopK` of sequences are copied, because a user who keeps one text
-    of each request would otherwise keep all answers.
+    `TopK` of rows may share the memory of an answer. `TopK` of sequences are copied, because keeping one text of each
+    request would otherwise keep all answers alive.
     """
     pieces: list[Outputs] = []
     for chunk, start, stop in item.parts:
@@ -87,12 +87,12 @@ def item_outputs(item: Item, service: int) -> Outputs:
     joined = {name: _joined(name, [piece[name] for piece in pieces]) for name in pieces[0]}
     chunk, start, stop = item.parts[0]
     if not chunk.longest_sequence or len(pieces) > 1 or stop - start == chunk.rows or item.mask is not None:
-        return joined  # concatenated, or all of a request, or copied when it is padded
+        return joined  # concatenated, or a whole request, or copied when padded
     return {name: copied(output) if isinstance(output, TopK) else output for name, output in joined.items()}
 
 
 def copied(output: Array | TopK) -> Array | TopK:
-    """Return an output as arrays of its own, which do not keep those of a whole request alive."""
+    """Return a copied output, which does not keep a whole request's arrays alive."""
     return output.map(np.copy) if isinstance(output, TopK) else np.copy(output)
 
 
@@ -112,7 +112,7 @@ def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
 
 
 class Combiner:
-    """Combines the answers of several services into one value for each output."""
+    """Combines the answers of several services into one value per output."""
 
     def __init__(self, how: Combine, weights: Sequence[float]) -> None:
         if not callable(how) and how not in ("each", "mean", "mean_probabilities"):

@@ -1,6 +1,6 @@
 """Labels chunks of rows from one or several services, and hides the engines, shared memory and cache behind one class.
 
-A `ChunkLabeller` belongs to a reader and lives across its epochs; it only needs to know when each begins.
+A `ChunkLabeller` belongs to a reader and persists across its epochs; it only needs to know when each begins.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from edl.settings import Credentials
 logger = logging.getLogger("edl.distill")
 
 _EXCESS = 2
-"""How many times `memory_bytes` answers may take before requests are taken back. With 1, teachers would often work in
-vain where texts of any length come together."""
+"""Multiple of `memory_bytes` that answers may take before requests are cancelled. With 1, teachers would often work in
+vain when text lengths vary."""
 _CLOSE_S = 10.0
 """How long `close` waits for the connections of a service. gRPC takes milliseconds; a hanging host is abandoned."""
 
 
 _SAY_AFTER_S = 5.0
-"""How long to wait for a first teacher before logging it, which is when a person begins to wonder."""
+"""How long to wait for a first teacher before logging it: when a person begins to wonder."""
 _LOOK_S = 0.2
-"""How often a wait checks whether it should go on."""
+"""How often a wait checks whether it should continue."""
 
 
 @dataclass(eq=False)
@@ -58,25 +58,25 @@ class _Service:
 
     engine: Engine
     output_spec: OutputSpec
-    labels: ServiceLabels | None  # in the cache; None without one
+    labels: ServiceLabels | None  # labels in the cache; None without a cache
     sizes: AnswerSizeEstimator
     watcher: TeacherWatcher
     submitted: int = 0  # chunks; written by the feeding thread only
-    agreed: tuple[ModelSpec, str] | None = None  # the model and its tokenizer whose outputs are like the other routes'
+    agreed: tuple[ModelSpec, str] | None = None  # the model and tokenizer whose outputs match the other routes'
 
 
 class ChunkLabeller:
-    """Connections, shared memory and cache of a reader. Only the feeding thread calls `submit`; any calls the rest.
+    """Connections, shared memory and cache of a reader. Only the feeding thread calls `submit`; any may call the rest.
 
     A route is the number of the only service that labels a row; None if all services do. Waits for teachers end once
     `stopped` says that the work was ended. They raise `NoTeacherError` at their deadline, and `SettingsError` as soon
-    as all teachers have answered and none has what is asked for (`Engine.lacking`).
+    as all teachers have answered and none can serve the request (`Engine.lacking`).
     """
 
     def __init__(self, request: LabelRequest) -> None:
         options = request.options
         self.request = request
-        self.services = request.services  # how many answers a chunk gets
+        self.services = request.services  # number of answers per chunk
         self.memory_bytes, self.linger_s = options.memory_bytes, options.linger_s
         credentials = Credentials.of() if options.credentials is None else options.credentials
         # Wrong credentials raise here, in the constructor.
@@ -89,8 +89,8 @@ class ChunkLabeller:
         self.closed = False  # whether new work is refused
         self._numbers = itertools.count()
         self._delivered = self._cached = 0
-        self.wait_s = 0.0  # that the training loop waited so far
-        self.source_wait_s = 0.0  # of these, for the data source
+        self.wait_s = 0.0  # seconds that the training loop waited so far
+        self.source_wait_s = 0.0  # seconds of these for the data source
         self._progress_at = time.monotonic() + options.progress_s
         self._progress_rows = 0
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # the user's memory limit applies to freed memory too
@@ -143,7 +143,7 @@ class ChunkLabeller:
             raise ClosedError("the reader is closed")
         self.thread.check()
 
-    # The limits of the teachers, known once the first of them is connected
+    # The teachers' limits, known once the first is connected
 
     def asked(self, route: int | None) -> range:
         """Return the numbers of the services that label a chunk of a route."""
@@ -159,11 +159,11 @@ class ChunkLabeller:
         return min(filter(None, (self.engines[index].limits.max_rows for index in known)), default=0)
 
     def max_sequence(self, route: int | None = None) -> int:
-        """Return the length of the longest sequence that some teacher of every service accepts; 0 for any."""
+        """Return the length of the longest sequence that every service has a teacher for; 0 for any."""
         return min(filter(None, (self.engines[at].limits.max_sequence for at in self.asked(route))), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
-        """Return how many rows of this size fit into a request to any teacher of a route; 0 for any number."""
+        """Return how many rows of this size fit in a request to any teacher of a route; 0 for any number."""
         fitting = [
             rows_that_fit(fields, spec, max_nbytes)
             for engine in (self.engines[index] for index in self.asked(route))
@@ -172,9 +172,9 @@ class ChunkLabeller:
         return min(fitting, default=0)
 
     def awaits_sequence(self, rows: int, since: float, route: int | None = None) -> bool:
-        """Return whether to wait for a teacher that accepts a sequence which is too long for all known ones.
+        """Return whether to wait for a teacher that accepts a sequence too long for all known ones.
 
-        For a fixed list, that makes sense while some teachers are still connecting. For a service it always does,
+        For a fixed list, this makes sense while some teachers are still connecting. For a service it always does,
         because its teachers come and go.
         """
         short = [at for at in self.asked(route) if rows > self.engines[at].limits.max_sequence > 0]
@@ -193,7 +193,7 @@ class ChunkLabeller:
             if not warned and time.monotonic() - begin > _SAY_AFTER_S:
                 warned = True
                 logger.warning(
-                    "a sequence has %d tokens, and the known teachers accept at most %d: waiting up to %g s for "
+                    "a sequence has %d tokens, but the known teachers accept at most %d: waiting up to %g s for "
                     "another",
                     rows,
                     self.max_sequence(route),
@@ -212,12 +212,12 @@ class ChunkLabeller:
         return False
 
     def _useless(self, index: int, since: float) -> EDLError | None:
-        """Return why to wait no longer for a service's first teacher; None if that makes sense."""
+        """Return why to stop waiting for a service's first teacher; None to continue."""
         engine = self.engines[index]
         return engine.lacking() or (engine.no_teacher() if time.monotonic() - since > self._timeout_s else None)
 
     def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
-        """Wait for the first teacher of a service; return its model, None if the work was ended before."""
+        """Wait for the first teacher of a service; return its model, None if the work ended first."""
         begin = time.monotonic()
         engine = self.engines[index]
         warned = False
@@ -242,39 +242,39 @@ class ChunkLabeller:
             raise ClosedError("the reader is closed")
         return spec
 
-    # How much is under way
+    # Limits on pending work
 
     @property
     def depth(self) -> int:
-        """Number of chunks to keep open: enough that a teacher four times slower than the rest does not stop them."""
+        """Number of chunks to keep open: enough that a teacher four times slower than others does not block them."""
         capacities = [engine.capacity for engine in self.engines]
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
-        """Return how many chunks of a route (None: of any) wait to be sent, as a share of the number that is enough.
+        """Return how many chunks of a route (None: of any) wait to be sent, as a share of the sufficient number.
 
-        At 1 the feeding thread pauses, because more would only push warm memory out of the caches.
+        At 1 the feeding thread pauses, because more would only evict warm memory from the caches.
         """
         asked = self.asked(route)
         waiting = max((self._services[at].submitted - self.engines[at].dispatched for at in asked), default=0)
         return waiting / (2 + self.depth // 16)
 
     def estimate_answers(self, chunk: Chunk) -> None:
-        """Estimate the bytes of the answers to a chunk, as far as they are known."""
+        """Estimate the bytes of a chunk's answers, as far as they are known."""
         for answer, index in enumerate(self.asked(chunk.route)):
             spec = self.engines[index].await_spec(0.0)
             nbytes = self._services[index].sizes.expected(chunk.rows, spec)
             chunk.answers_nbytes[answer] = nbytes or 0
-            # Labels are looked up once the version is known, which a model may name in its answers only.
+            # Labels are looked up once the version is known, which some models report only in answers.
             knows_version = spec is None or spec.version or self.engines[index].compatibility.is_unversioned
             chunk.foreseen = chunk.foreseen and nbytes is not None and (chunk.ids is None or bool(knows_version))
 
     def limit_answers(self, chunks: Collection[Chunk], needed: Collection[Chunk], *, limited: bool) -> bool:
-        """Have only as many requests under way as fit `memory_bytes` if answers are as large as the last ones.
+        """Keep only as many requests pending as fit `memory_bytes` if answers are as large as the last ones.
 
-        Requests are sent by an estimate, and answers may turn out larger: then the youngest of the open `chunks` are
-        taken back, and sent again later. The two oldest and the `needed` ones, for which the training loop waits, are
-        always sent. Call it on the loop; it returns whether some requests wait, which the next call gets as `limited`.
+        Requests are sent by an estimate. If answers are larger, the newest of the open `chunks` are cancelled and sent
+        again later. The two oldest and the `needed` ones, for which the training loop waits, are always sent. Call it
+        on the loop; it returns whether some requests wait, which the next call gets as `limited`.
         """
         done = [chunk for chunk in chunks if chunk.done or not chunk.jobs]
         pending = sorted((chunk for chunk in chunks if chunk.jobs and not chunk.done), key=lambda each: each.jobs[0][1])
@@ -303,10 +303,10 @@ class ChunkLabeller:
         return weight
 
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> int:
-        """Ask every service, or the service of the chunk's route, for the chunk's labels.
+        """Request the chunk's labels from every service, or from its route's service.
 
         `changed` is called when the chunk was sent or may be done; for an answer, with the bytes beyond the estimate.
-        The bytes by which answers from the cache exceed it are returned.
+        Returns the bytes by which answers from the cache exceed it.
         """
         surplus_nbytes = 0
         if self._offline is not None and chunk.ids is not None:
@@ -334,7 +334,7 @@ class ChunkLabeller:
                 fields = {name: array[wanted] for name, array in fields.items()}
                 if isinstance(missing.ids, SequenceIds) and missing.ids.lengths is not None:
                     longest_sequence = int(missing.ids.lengths.max())
-            # A cached label must belong to the bytes that came with the id, so they are copied before a later send.
+            # A cached label must match the bytes read with the id, so they are copied before a later send.
             arena = self._arena if engine.wants_arena else None
             payload = Payload.of(fields, arena, copy=missing is not None, batch_rows=spec.batch_rows)
             payload.traceparent = self._traceparent
@@ -373,7 +373,7 @@ class ChunkLabeller:
         changed(surplus_nbytes)
 
     def _check_agreement(self, index: int, spec: ModelSpec) -> None:
-        """Check that a route's outputs are like those of the other routes, because a batch may have rows of both."""
+        """Check that a route's outputs match those of the other routes, because a batch may have rows of both."""
         service = self._services[index]
         tokenizer = service.engine.compatibility.tokenizer
         for other, known in enumerate(self._services):
@@ -383,7 +383,7 @@ class ChunkLabeller:
             why = outputs_disagreement(replace(spec, tokenizer=tokenizer), known_spec, service.output_spec)
             if why:
                 values = f"{self._values_of(other)} and of {self._values_of(index)}"
-                raise SettingsError(f"the teachers of {values} do not go together: {why}")
+                raise SettingsError(f"the teachers of {values} cannot be combined: {why}")
         service.agreed = spec, tokenizer
 
     def _values_of(self, route: int) -> str:
@@ -391,7 +391,7 @@ class ChunkLabeller:
         return listed([repr(value) for value, index in (self.request.routes or {}).items() if index == route])
 
     def follow_version(self, service: int) -> None:
-        """Follow the teachers' version where there are no epochs. Call it when all requests have been answered."""
+        """Switch to the teachers' current version, if there are no epochs. Call it when no request is pending."""
         engine = self.engines[service]
         with contextlib.suppress(ClosedError):  # another thread may close this meanwhile
             self.thread.call(engine.begin_epoch)
@@ -409,7 +409,7 @@ class ChunkLabeller:
     def _look_up(
         self, chunk: Chunk, service: _Service, spec: ModelSpec, fields: Mapping[str, Array]
     ) -> CacheMiss | None:
-        """Look up a chunk's labels in the cache; return None if they are not kept there."""
+        """Look up a chunk's labels in the cache; return None if they cannot be cached."""
         engine = service.engine
         if service.labels is None or self._cache_queue is None or chunk.ids is None:
             return None
@@ -418,17 +418,17 @@ class ChunkLabeller:
             if not self._warned_unversioned:
                 self._warned_unversioned = True
                 logger.warning(
-                    "the teachers of %s do not say which version of the model they have: their labels are not kept in "
-                    "the cache, since those of another model could not be told from them. Name the version with "
+                    "the teachers of %s do not report their model version: their labels are not "
+                    "cached, since they could not be told apart from another model's. Set the version with "
                     "version=",
                     engine.name,
                 )
             return None
         if spec.sequences and chunk.lengths is None:
             raise SourceError(
-                f"rows of the teachers' model {spec.name!r} belong to sequences, and the labels of single rows, which "
-                "depend on the rows before them, are not kept: set the source with set_sequence_generator or "
-                "set_sequence_list_generator, or give distill tokens=; or leave the cache out"
+                f"rows of the teachers' model {spec.name!r} belong to sequences, but labels of single rows, which "
+                "depend on the rows before them, are not cached: set the source with set_sequence_generator or "
+                "set_sequence_list_generator, or pass tokens= to distill; or use no cache"
             )
         engine.compatibility.check_cacheable(chunk.fields)
         missing = service.labels.look_up(chunk, spec, fields)
@@ -436,22 +436,22 @@ class ChunkLabeller:
         return missing
 
     def view(self, inputs: tuple[str, ...]) -> CacheView:
-        """Return the cache view of the only service's labels, with all `inputs` that may be sent.
+        """Return the cache view of the only service's labels, for all `inputs` that may be sent.
 
-        Waits for its first teacher; one without a version is a `SettingsError`.
+        Waits for its first teacher; raises `SettingsError` if that has no version.
         """
         spec, service = self.model_spec(), self._services[0]
         assert service.labels is not None
         if not spec.version:
             raise SettingsError(
-                f"the teachers of {service.engine.name} do not say which version of model {spec.name!r} they have, "
-                "which labels are kept by: name it with --model-version (version=)"
+                f"the teachers of {service.engine.name} do not report their version of model {spec.name!r}, "
+                "by which labels are stored: set it with --model-version (version=)"
             )
         service.labels.inputs = inputs
         return service.labels.view(spec)
 
     def prepare_epoch(self) -> None:
-        """Wait until the previous epoch's answers are in the cache, and follow the teachers' version."""
+        """Wait until the previous epoch's answers are cached, and switch to the teachers' current version."""
         if self._cache_queue is not None:
             self._cache_queue.drain()
         elif not self.refuses_versions:
@@ -501,7 +501,7 @@ class ChunkLabeller:
         )
 
     def begin_epoch(self) -> None:
-        """Note that an epoch begins. Call it in the thread that begins it, whose trace span the requests get."""
+        """Record that an epoch begins. Call it in the thread that begins it, whose trace span the requests get."""
         self._epoch_begins = True
         self._traceparent = current_traceparent()
         for engine in self.engines:
@@ -526,40 +526,40 @@ class ChunkLabeller:
 
 
 def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
-    """Return a chunk's fields, with the positions of its rows where the source has none.
+    """Return a chunk's fields, with the positions of its rows if the source has none.
 
-    Sequences for a model of rows, and rows for a model of sequences, are a `SourceError`.
+    Raises `SourceError` for sequences with a model of rows, and for rows with a model of sequences.
     """
     name = spec.sequences
     if chunk.positions is not None:
         if not name:
             raise SourceError(
-                f"the teachers' model {spec.name!r} does not say that its rows are tokens of sequences ({SEQUENCES}), "
-                "so it may answer pieces of a sequence, or several as if they were one: serve it with edl serve --hf, "
+                f"the teachers' model {spec.name!r} does not declare its rows as tokens of sequences ({SEQUENCES}), "
+                "so it may treat pieces of a sequence, or several sequences, as one: serve it with edl serve --hf, "
                 "by edl register vllm:// or sglang://, or as a function (--callable, --factory) with the attribute "
-                f"sequence_input = {POSITION!r}, its INT32 input that is 0 where a sequence begins. Models of "
+                f"sequence_input = {POSITION!r}, its INT32 input that is 0 at the start of a sequence. Models of "
                 "--torchscript, --torch-export, --torch-factory and --paddle, and servers other than EDL's, cannot say "
                 "so"
             )
         if name in spec.inputs and name not in chunk.fields:
             return {**chunk.fields, name: chunk.positions}
         begins = chunk.fields[name][chunk.positions == 0] if name in chunk.fields else chunk.positions[:0]
-        if begins.any():  # else a teacher might take two sequences for one
+        if begins.any():  # else a teacher might read two sequences as one
             raise SourceError(
-                f"input {name!r} is {begins[begins != 0][0]} where a sequence begins, and must be 0 there and rise by "
-                "1 (positions of a batch padded on the left often count its padding): leave it out of the inputs, and "
-                "each sequence gets positions of its own"
+                f"input {name!r} is {begins[begins != 0][0]} where a sequence begins: it must be 0 there and rise by "
+                "1 (positions of a batch padded on the left often count its padding): omit it from the inputs, and "
+                "each sequence gets its own positions"
             )
     if name and (name not in chunk.fields or chunk.fields[name].flat[0] != 0):
         raise SourceError(
-            f"rows of the teachers' model {spec.name!r} belong to sequences, and a request holds whole ones: set the "
-            "source with set_sequence_generator or set_sequence_list_generator, or give distill tokens="
+            f"rows of the teachers' model {spec.name!r} belong to sequences, which requests must hold whole: set the "
+            "source with set_sequence_generator or set_sequence_list_generator, or pass tokens= to distill"
         )
     return chunk.fields
 
 
 def _store(chunk: Chunk, slot: int, outputs: Outputs, sizes: AnswerSizeEstimator | None = None) -> int:
-    """Store the outputs of a chunk, counted before they are delivered; return the bytes beyond the estimate."""
+    """Store and count the outputs of a chunk before they are delivered; return the bytes beyond the estimate."""
     nbytes = outputs_nbytes(outputs)
     surplus_nbytes = nbytes - chunk.answers_nbytes[slot]
     chunk.answers_nbytes[slot] = nbytes

@@ -25,19 +25,19 @@ from edl.notifier import Notifier
 logger = logging.getLogger("edl.distill")
 
 READING: dict[Epoch, object] = {}
-"""Epochs whose feeding threads run, each with the loader or iterator that it reads, and that other readers may ask for.
-Sources that make an iterator for each of them are not here."""
+"""Epochs with running feeding threads, each with the loader or iterator that it reads and that other readers may need.
+Sources that create an iterator per reader are not listed."""
 
 
 class SourceClock:
     """Adds up the seconds that a data source takes to produce its values.
 
     `begin` and `end` are for the thread that reads the source, and `read` is for any thread. The two numbers are
-    replaced together, so that no second is counted twice or not at all.
+    replaced together, so that every second is counted exactly once.
     """
 
     def __init__(self) -> None:
-        self._drawing: tuple[float, float | None] = (0.0, None)  # seconds before this value; when it was asked for
+        self._drawing: tuple[float, float | None] = (0.0, None)  # seconds before this value; when it was requested
 
     def begin(self, now: float) -> None:
         self._drawing = (self._drawing[0], now)
@@ -54,7 +54,7 @@ class SourceClock:
 
 
 def source_wait_s(waited_s: float, source_s: float, clock: SourceClock, chunks: Collection[Chunk]) -> float:
-    """Return how many seconds of a wait the data source caused, which is until the last of the chunks was sent."""
+    """Return how many seconds of a wait the data source caused: those until the last of the chunks was sent."""
     if chunks and all(chunk.sent for chunk in chunks):
         until_s = max(chunk.source_s for chunk in chunks)
     else:
@@ -66,10 +66,10 @@ T = TypeVar("T")
 
 
 class EpochIterator(Iterator[T], Generic[T]):
-    """The values of a generator. Once it has raised an error, every further `next` raises ClosedError.
+    """The values of a generator. After an error, every further `next` raises ClosedError.
 
-    A plain generator raises StopIteration after an error. To a loop that catches the error and goes on (after a signal
-    handler's timeout, say) the epoch would seem complete.
+    A plain generator raises StopIteration after an error. To a loop that catches the error and continues (for example,
+    after a signal handler's timeout) the epoch would seem complete.
     """
 
     __slots__ = ("__weakref__", "_failed", "_values")
@@ -81,12 +81,12 @@ class EpochIterator(Iterator[T], Generic[T]):
     def __next__(self) -> T:
         try:
             if self._failed:
-                raise ClosedError(f"the epoch ended before all was delivered, with {self._failed}; start another one")
+                raise ClosedError(f"the epoch ended early, with {self._failed}; start a new one")
             return next(self._values)
         except StopIteration:
             raise
         except BaseException as exc:
-            if not self._failed:  # as text, because the error's traceback would keep objects alive
+            if not self._failed:  # as text: the error's traceback would keep objects alive
                 self._failed = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
                 self._values.close()  # a signal handler may raise when the generator has just handed over a value
             raise
@@ -97,27 +97,26 @@ class EpochIterator(Iterator[T], Generic[T]):
 
 
 _LOW = 0.6
-"""Backlog at which the feeding thread is woken to fill it up. Waking it for every chunk would cost more than a
-chunk."""
+"""Backlog at which the feeding thread is woken to refill it. Waking it for every chunk would cost more than a chunk."""
 _PATIENCE_S = 0.01
 """How long the training loop waits before it tells the engine which chunk it is waiting for."""
 _SHORTEST_LOOK_S = 0.001
-"""Pause between checks whether the source is silent; with less, a `linger_s` of 0 would keep a processor busy."""
+"""Pause between checks for a silent source; with less, a `linger_s` of 0 would keep a processor busy."""
 _SHORTEST_WAIT_S = 0.0001
-"""A shorter wait is just the hand-over of an item; its cause is not determined, since there are thousands a second."""
+"""A shorter wait is just an item's hand-over; its cause is not determined, since there are thousands per second."""
 
 
 class Epoch:
     """An iterator over items whose chunks are done. Closing it drops pending requests.
 
     The feeding thread reads from `source` only while fewer chunks are open than the teachers can use, and less memory
-    is held than the session allows; if answers turn out larger than estimated, requests are taken back. While the
-    source produces the next value, the thread lends out the cutter. If the training loop then waits for a request that
-    is not full, and the source has been silent for `linger_s`, the training loop's thread seals and sends the request.
+    is held than the session allows; if answers are larger than estimated, requests are cancelled. While the source
+    produces the next value, the thread lends out the cutter. If the training loop then waits for a partly filled
+    request, and the source has been silent for `linger_s`, the training loop's thread seals and sends the request.
 
-    The session refers to its epoch, and the finalizer of a reader refers to the session. So an epoch that has ended
-    must not hold the user's objects, which may refer to the reader: neither the source (only the thread has it), nor an
-    error that was raised in the training loop, whose traceback leads to the reader.
+    The session refers to its epoch, and a reader's finalizer refers to the session. So an ended epoch must not hold the
+    user's objects, which may refer to the reader: neither the source (only the thread has it), nor an error raised in
+    the training loop, whose traceback refers to the reader.
 
     `end_source` ends a source that waits for the training loop. `close` calls it, so it must neither wait nor lock.
     """
@@ -136,18 +135,18 @@ class Epoch:
         self._for_feeder = Notifier()  # where the feeding thread waits
         self._awaited: Chunk | None = None
         self._unsent: Chunk | None = None
-        self._needed: frozenset[Chunk] = frozenset()  # of the item that the training loop waits for
+        self._needed: frozenset[Chunk] = frozenset()  # chunks of the item that the training loop waits for
         self._items: deque[Item] = deque()
         self._reuse = ReuseDetector()
         self._open: set[Chunk] = set()
         # Counts of open chunks and of the bytes of their inputs and answers, each written by a single thread.
         self._opened = self._opened_nbytes = 0  # by the thread that sends
-        self._answers_nbytes = 0  # by the event loop: what answers weigh more than was estimated
+        self._answers_nbytes = 0  # by the event loop: bytes of answers beyond the estimates
         self._taken = self._taken_nbytes = 0  # by the training loop
         self._lent: deque[Cutter] = deque()  # holds the cutter while no thread uses it
-        self._asked_at = 0.0  # when the source was asked for the value that it makes now
+        self._asked_at = 0.0  # when the source was asked for its current value
         self._source_clock = SourceClock()
-        self._waiting: tuple[float, float] | None = None  # since when the training loop waits; the source's clock then
+        self._waiting: tuple[float, float] | None = None  # when the training loop's wait began; the source's clock then
         self._limited = False  # whether requests wait until there is memory for their answers
         self._fed = False
         self._failure: BaseException | None = None
@@ -156,10 +155,10 @@ class Epoch:
         self._feeder = threading.Thread(target=self._feed, args=(source, cutter), name="edl-feed", daemon=True)
 
     def start(self, shared: object = None) -> None:
-        """Start to read the source, unless the epoch is already closed. `shared`: see `READING`.
+        """Start reading the source, unless the epoch is already closed. `shared`: see `READING`.
 
-        Separate from `__init__` because the source starts to run at once in its own thread. It may use its reader,
-        which must know this epoch by then.
+        This is separate from `__init__` because the source starts running at once in its own thread. It may use its
+        reader, which must know this epoch by then.
         """
         if not self._closed:
             if shared is not None:
@@ -180,7 +179,7 @@ class Epoch:
             raise
         finally:
             waited_s, source_s = self._split_wait(*waiting)
-            self._waiting = None  # before it is recorded, so that the wait is never counted twice
+            self._waiting = None  # reset before recording, so that the wait is never counted twice
             self._labeller.wait_s += waited_s
             self._labeller.source_wait_s += source_s
         if isinstance(found, Item):
@@ -189,7 +188,7 @@ class Epoch:
         try:
             raise found
         finally:
-            del found  # otherwise this frame, which the error's traceback holds, would hold the error: a cycle
+            del found  # otherwise this frame, held by the error's traceback, would hold the error: a cycle
 
     def taken(self, item: Item) -> None:
         """Release an item's memory after its outputs have been read."""
@@ -205,7 +204,7 @@ class Epoch:
 
     @property
     def rows(self) -> int:
-        """Rows that were sent and not yet taken by the training loop."""
+        """Rows sent but not yet taken by the training loop."""
         return 0 if self._closed else sum(chunk.left for chunk in self._open.copy())
 
     @property
@@ -215,7 +214,7 @@ class Epoch:
 
     @property
     def waiting_s(self) -> tuple[float, float]:
-        """Seconds that the training loop has waited for the next item so far, and how many of them for the source."""
+        """Seconds that the training loop has waited for the next item so far, and how many of these for the source."""
         waiting = self._waiting
         return (0.0, 0.0) if waiting is None else self._split_wait(*waiting)
 
@@ -226,7 +225,7 @@ class Epoch:
         return waited_s, source_wait_s(waited_s, source_s, self._source_clock, self._needed)
 
     def close(self) -> None:
-        """Drop pending requests. May be called twice; has no effect in a forked child, whose parent goes on.
+        """Drop pending requests. May be called twice; has no effect in a forked child, whose parent continues.
 
         It never waits and takes no lock, because the garbage collector may call it at any time.
         """
@@ -261,7 +260,7 @@ class Epoch:
         """
         if self.is_feeding() or os.getpid() != self._pid:
             return True
-        with contextlib.suppress(RuntimeError):  # it was closed before it was started
+        with contextlib.suppress(RuntimeError):  # closed before it was started
             self._feeder.join(timeout_s)
         return not self._feeder.is_alive()
 
@@ -306,16 +305,16 @@ class Epoch:
             if not chunk.sent:
                 self._for_feeder.notify()
                 self._await_sent(chunk)
-            # No deadline here: the source ends or fails at some time, and the engine answers every chunk that was sent,
-            # with an error if its own deadlines pass.
+            # No deadline here: the source eventually ends or fails, and the engine answers every sent chunk, with an
+            # error after its own deadlines.
             self._for_loop.wait_for(ended)
         self._awaited = None
         self._check_open()
-        # Without an answer or an error of its own, the source failed before the chunk was full.
+        # Without its own answer or error, the source failed before the chunk was full.
         return chunk.error if chunk.done else self._failure
 
     def _await_sent(self, chunk: Chunk) -> None:
-        """Wait until a request that is not full is sent; send it from here if the source stays silent."""
+        """Wait until a partly filled request is sent; send it from here if the source stays silent."""
 
         def over() -> bool:
             return chunk.sent or self._closed or self._fed
@@ -327,7 +326,7 @@ class Epoch:
             self._for_loop.wait_for(over, max(left_s, _SHORTEST_LOOK_S))
 
     def _flush(self, chunk: Chunk) -> None:
-        """Send a request that is not full, unless the feeding thread has the cutter."""
+        """Send a partly filled request, unless the feeding thread has the cutter."""
         try:
             cutter = self._lent.pop()
         except IndexError:
@@ -335,7 +334,7 @@ class Epoch:
         try:
             if not chunk.sent and not self._closed and not self._fed:
                 self._submit(cutter, cutter.seal(chunk))
-        except Exception as exc:  # noqa: BLE001 - raised for this chunk, as any other reason why it has no labels
+        except Exception as exc:  # noqa: BLE001 - raised for this chunk, like any other reason for missing labels
             chunk.error = _failure_of(exc)
         finally:
             self._lent.append(cutter)
@@ -343,7 +342,7 @@ class Epoch:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("this epoch was closed: another one was started, or the reader was closed")
+            raise ClosedError("this epoch was closed: a new one was started, or the reader was closed")
 
     # The feeding thread
 
@@ -380,7 +379,7 @@ class Epoch:
                     self._submit(cutter, cutter.finish())
                 return
             except BaseException:
-                self._take_back()  # a chunk that the training loop is sending goes before the error
+                self._take_back()  # a chunk that the training loop is sending precedes the error
                 raise
             if not self._take_back():
                 return
@@ -394,7 +393,7 @@ class Epoch:
         """Tell the cutter the limits of a value's teachers; raise `ClosedError` if the epoch is closed.
 
         This may wait for the first teacher of a route, or for one that accepts a longer sequence. Earlier rows, whose
-        teachers are connected, are sent first so that they need not wait.
+        teachers are connected, are sent first so that they do not wait.
         """
         labeller = self._labeller
         for route, rows in longest.items():
@@ -408,7 +407,7 @@ class Epoch:
             if rows > part.max_sequence > 0:
                 self._submit(cutter, cutter.finish())
                 part.max_sequence = labeller.await_max_sequence(rows, lambda: self._closed, route)
-                part.max_rows = labeller.max_rows(lambda: self._closed, route)  # others may have come meanwhile
+                part.max_rows = labeller.max_rows(lambda: self._closed, route)  # others may have joined meanwhile
         self._check_open()
 
     def _take_back(self) -> bool:
@@ -424,7 +423,7 @@ class Epoch:
                 return not self._closed
 
     def _end(self, failure: BaseException | None) -> None:
-        """End the feeding, because the source has ended or failed."""
+        """Stop feeding, because the source has ended or failed."""
         if failure is not None:
             self._failure = failure
             self._drop_unsent()
@@ -440,7 +439,7 @@ class Epoch:
             self._for_loop.notify()
 
     def _drop_unsent(self) -> None:
-        """Remove the last items with rows that were never sent, because the failure is raised before them."""
+        """Remove the last items with unsent rows, because the failure is raised before them."""
         with contextlib.suppress(IndexError):  # the training loop takes from the other end
             while True:
                 item = self._items.pop()
@@ -472,10 +471,10 @@ class Epoch:
         return not self._closed
 
     def _next_chunk(self, cutter: Cutter, unsent: list[Chunk]) -> Chunk | None:
-        """Wait for room for the first of these chunks, and remove it; return None if the epoch is closed.
+        """Wait for room for the first of these chunks, then remove and return it; return None if the epoch is closed.
 
-        The chunk that the training loop waits for goes first, even if it is not full. With several routes, a request
-        may be full before one that was begun earlier.
+        The chunk that the training loop waits for is sent first, even if partly filled. With several routes, a request
+        may fill up before an earlier one.
         """
         while not self._closed:
             awaited = self._awaited
@@ -499,7 +498,7 @@ class Epoch:
         return None
 
     def _awaits_other(self, chunk: Chunk, before: Chunk | None) -> bool:
-        """Return whether the training loop now waits for another chunk that was not sent."""
+        """Return whether the training loop now waits for a different unsent chunk."""
         awaited = self._awaited
         return awaited is not None and awaited is not before and awaited is not chunk and not awaited.sent
 
@@ -507,7 +506,7 @@ class Epoch:
         count = self._opened - self._taken
         if count < 2 or chunk in self._needed:
             return True
-        # While the size of answers is unknown, only one is requested ahead, until the first arrives.
+        # While the size of answers is unknown, request only one ahead, until the first arrives.
         if not chunk.foreseen or self.nbytes + chunk.weight > self._labeller.memory_bytes:
             return False
         return self._labeller.backlog(chunk.route) < backlog and count < self._labeller.depth
@@ -528,13 +527,13 @@ class Epoch:
         self._wake_feeder()
 
     def _limit_answers(self) -> None:
-        """Limit the requests under way, after answers were larger than estimated."""
+        """Limit the pending requests, after answers were larger than estimated."""
         needed = None
-        while not self._closed and needed is not self._needed:  # which the training loop may have changed meanwhile
+        while not self._closed and needed is not self._needed:  # the training loop may have changed it meanwhile
             needed = self._needed
             self._limited = self._labeller.limit_answers(self._open.copy(), needed, limited=self._limited)
         if self._closed:
-            self._labeller.limit_answers((), (), limited=True)  # so that the next epoch begins without a limit
+            self._labeller.limit_answers((), (), limited=True)  # so that the next epoch starts without a limit
 
     # Any thread
 
@@ -554,6 +553,6 @@ def _failure_of(error: BaseException) -> BaseException:
     """Return the error to raise in the training loop, where a `StopIteration` would look like the source's end."""
     if not isinstance(error, StopIteration):
         return error
-    failure = SourceError("StopIteration was raised while an item of the source was taken apart")
+    failure = SourceError("StopIteration was raised while reading the fields of an item of the source")
     failure.__cause__ = error
     return failure

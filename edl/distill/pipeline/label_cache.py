@@ -1,7 +1,7 @@
 """A reader's use of the soft-label cache: labels are looked up before teachers are asked, and stored afterwards.
 
-A `CacheQueue` writes answers into the cache in a thread of its own, so that training never waits for a disk. The queue
-has a limit in bytes. Rows beyond it are dropped and counted, and teachers are asked again for them in the next epoch.
+A `CacheQueue` writes answers to the cache in its own thread, so that training never waits for a disk. The queue has a
+limit in bytes. Rows beyond it are dropped and counted, and requested again in the next epoch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from edl.protocol.tensors import Array
 logger = logging.getLogger("edl.distill")
 
 _MOST_SEEN = 1 << 16
-"""Ids whose inputs are remembered, in about 8 MB. Ids that stand for several samples repeat among the first of them."""
+"""Number of ids whose inputs are remembered, in about 8 MB. Ids shared by several samples repeat among the first."""
 _MOST_ELEMENTS = 512
-"""Elements of a row that are looked at: this takes a tenth of the time that hashing one row in 16 does."""
+"""Elements of a row to compare: this takes a tenth of the time of hashing one row in 16."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class CacheConfig:
 
 
 class SeenInputs:
-    """Notices an id under which rows with other inputs come in one run, such as the number of a class."""
+    """Detects an id that is used for rows with different inputs in one run, such as a class number."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, int] = {}  # hash of the inputs by id
 
     def check(self, ids: Sequence[Any], inputs: Mapping[str, Array]) -> None:
-        """Check that rows have the inputs that came with their ids before; raise a `SettingsError` if not."""
+        """Check that rows have the same inputs as before under their ids; raise `SettingsError` if not."""
         total: Array = np.zeros(len(ids), np.uint64)
         for seed, (_, array) in enumerate(sorted(inputs.items())):
             rows = array.reshape(len(ids), -1)
@@ -63,7 +63,7 @@ class SeenInputs:
                 rows = rows[:, np.linspace(0, rows.shape[1] - 1, _MOST_ELEMENTS, dtype=np.intp)]
             if rows.dtype.kind == "O":
                 words = np.array([[hash(value) for value in row] for row in rows.tolist()], np.int64).view(np.uint64)
-            else:  # by value: samples of several types may come together in a request
+            else:  # by value: a request may hold samples of several dtypes
                 words = (rows.astype(np.float64) + 0.0).view(np.uint64)
             total += (words ^ (words >> np.uint64(32))) @ _weights(seed, rows.shape[1])
         for sample, found in zip(ids, total.tolist(), strict=True):
@@ -72,8 +72,8 @@ class SeenInputs:
                 self._seen[sample] = found
             elif known not in (None, found):
                 raise SettingsError(
-                    f"samples with differing inputs come under the id {sample!r}, and labels are kept by id: give each "
-                    "sample an id of its own, such as its number in the data set (not its class), and each random "
+                    f"samples with different inputs have the id {sample!r}, but labels are stored by id: give each "
+                    "sample its own id, such as its number in the data set (not its class), and each random "
                     "augmentation of it (edl.distill.views.AugmentedViews)"
                 )
 
@@ -86,7 +86,7 @@ def _weights(seed: int, count: int) -> Array:
 class ServiceLabels:
     """The labels of a service in the cache: their key without the model's version, and how to look them up.
 
-    `service` is the name of `CacheKey`, and `weights_versions` the versions that the service's teachers declared to be
+    `service` is the one of `CacheKey`, and `weights_versions` the versions that the service's teachers declared to be
     hashes of the weights.
     """
 
@@ -145,7 +145,7 @@ class OfflineLabels:
     """All labels of a student without teachers.
 
     They are from the only view in the cache that matches the specification. Without a dtype in `output_spec` any dtype
-    matches, but labels with exactly the same specification go first.
+    matches, but labels with exactly the same specification are preferred.
 
     Raises:
         SettingsError: There are no matching labels, or they are from several models or versions.
@@ -178,12 +178,12 @@ class OfflineLabels:
             + (f", version={output_spec.version!r}" if output_spec.version else "")
         )
         raise SettingsError(
-            f"no teachers are named, and the cache {cache.path or 'in memory'} has {len(fitting)} sets of labels for "
-            f"{wanted}; it holds: {there}"
+            f"no teachers are named, and the cache {cache.path or 'in memory'} has {len(fitting)} label sets for "
+            f"{wanted}; it contains: {there}"
         )
 
     def look_up(self, chunk: Chunk) -> Outputs:
-        """Return the labels of all rows of a chunk; a missing one is a `NoTeacherError`."""
+        """Return the labels of all rows of a chunk; raise `NoTeacherError` if one is missing."""
         assert chunk.ids is not None
         if chunk.lengths is None:
             self._seen.check(as_ids(chunk.ids), chunk.fields)
@@ -193,7 +193,7 @@ class OfflineLabels:
         if not found.complete:
             samples = ids.ids if isinstance(ids, SequenceIds) else ids
             missing = next(sample for sample, there in zip(samples, found.mask, strict=True) if not there)
-            words = ", or is that of another text," if isinstance(ids, SequenceIds) else ""
+            words = ", or belongs to another text," if isinstance(ids, SequenceIds) else ""
             raise NoTeacherError(
                 f"the label of sample {missing!r} is not in the cache{words} and no teachers are named"
             )
@@ -214,8 +214,8 @@ def _chunk_ids(
     missing = sorted({*(inputs or ())} - {*sent})
     if missing:
         raise SettingsError(
-            f"the cache's labels are of texts with the inputs {list(inputs or ())}, and {missing[0]!r} is missing "
-            "here: name it among the inputs (`inputs=` or `ins=`)"
+            f"the cache's labels are of texts with the inputs {list(inputs or ())}, but {missing[0]!r} is missing "
+            "here: add it to the inputs (`inputs=` or `ins=`)"
         )
     prints = fingerprints_of(sent, chunk.lengths, fields.get(position))
     return SequenceIds(chunk.ids, chunk.lengths, prints, tuple(sorted(sent)))
@@ -233,19 +233,19 @@ class CacheMiss:
     """The rows or sequences of a chunk that the cache lacks, to be completed with an answer."""
 
     found: Found  # rows that the cache has
-    view: CacheView | None  # where they were looked up; None if no answer has told the model's version yet
+    view: CacheView | None  # where they were looked up; None while no answer has named the model's version
     ids: Sequence[Any] | SequenceIds  # the missing ones
     labels: ServiceLabels  # the service's
-    spec: ModelSpec  # the model for whose version the rows were looked up; labels of another version are kept apart
+    spec: ModelSpec  # the model for whose version the rows were looked up; other versions' labels are separate
 
     @property
     def rows(self) -> int:
         return int((~self.found.row_mask).sum())
 
     def store(self, outputs: Outputs, version: str) -> None:
-        """Store the outputs of the missing rows under the version of their answer; rows that are there are left out.
+        """Store the outputs of the missing rows under the version of their answer, except rows already stored.
 
-        They are there if that version is not the one that was looked up: they would be written again in every epoch.
+        These exist if that version differs from the one looked up, and would be rewritten in every epoch.
         """
         ids = self.ids
         if self.view is not None and version == self.spec.version:
@@ -264,7 +264,7 @@ class CacheMiss:
 
 
 _SETTLE_S = 60.0
-"""How long the start of an epoch, or `close`, waits for a disk. With more, training would stand still unnoticed."""
+"""How long the start of an epoch, or `close`, waits for a disk. With more, training would hang unnoticed."""
 
 _ENTRY_NBYTES = 512
 """Memory of an answer in addition to its arrays. Without counting it, the number of tiny answers would be unbounded."""
@@ -278,7 +278,7 @@ class CacheQueue:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.queued_bytes = 0  # bytes of the queued answers, including the one being stored
-        self.dropped_rows = 0  # rows that were not stored, for any reason
+        self.dropped_rows = 0  # rows not stored, for any reason
         self._changed = threading.Condition()
         self._entries: deque[tuple[CacheMiss, Outputs, str, int]] = deque()  # with the version and bytes of each answer
         self._closing = False
@@ -304,8 +304,8 @@ class CacheQueue:
         self._loop.wake()
         if is_full:
             self._report(
-                "the soft-label cache cannot follow: some labels are not kept, and will be asked for again "
-                "(stats().rows_not_cached counts them). A faster disk helps, or a larger "
+                "the soft-label cache cannot keep up: some labels are not stored and will be requested again "
+                "(stats().rows_not_cached counts them). Use a faster disk, or a larger "
                 f"cache_queue_bytes={self.limit_bytes}"
             )
 
@@ -319,7 +319,7 @@ class CacheQueue:
             settled = self._changed.wait_for(lambda: not self.queued_bytes, _SETTLE_S)
         if not settled:
             logger.warning(
-                "%.1f MB of labels are still on their way into the soft-label cache after %g s: going on without them",
+                "%.1f MB of labels are still being written to the soft-label cache after %g s: continuing without them",
                 self.queued_bytes / 1e6,
                 _SETTLE_S,
             )
@@ -339,10 +339,10 @@ class CacheQueue:
             missing, outputs, version, nbytes = self._entries.popleft()
         try:
             missing.store(outputs, version)
-        except Exception as exc:  # noqa: BLE001 - an answer that cannot be stored must not cost those behind it
+        except Exception as exc:  # noqa: BLE001 - an answer that cannot be stored must not affect the next ones
             self.count_dropped(missing.rows)
             self._report(
-                f"labels are not kept in the cache: {exc}", None if isinstance(exc, EDLError | OSError) else exc
+                f"labels are not stored in the cache: {exc}", None if isinstance(exc, EDLError | OSError) else exc
             )
         with self._changed:
             self.queued_bytes -= nbytes
@@ -350,6 +350,6 @@ class CacheQueue:
         return 0.0
 
     def _report(self, words: str, exc: Exception | None = None) -> None:
-        if words not in self._reported and len(self._reported) < 64:  # more would not be read
+        if words not in self._reported and len(self._reported) < 64:  # nobody would read more
             self._reported.add(words)
             logger.warning("%s", words, exc_info=exc)

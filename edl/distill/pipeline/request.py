@@ -1,4 +1,4 @@
-"""`LabelRequest`: the labels that a student wants, and the teachers to ask; passed from readers down to connections."""
+"""`LabelRequest`: the labels to get and the teachers to ask; passed from readers down to connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edl.settings import is_count
 
 @dataclass(frozen=True)
 class LabelRequest:
-    """The settings of a reader or loader. Raises `SettingsError` for values that do not fit together."""
+    """The settings of a reader or loader. Raises `SettingsError` for values that cannot be combined."""
 
     output_spec: OutputSpec
     teachers: list[Teachers]  # a group for each service; if empty, the cache must have all labels
@@ -26,10 +26,10 @@ class LabelRequest:
     cache_config: CacheConfig | None = None
     router: Router | None = None  # which service labels which rows; None if all services label everything
     combine: Combine = "each"  # see `Combiner`
-    getters: Mapping[str, Getter] = field(default_factory=dict)  # by input name, how to find it in a sample or batch
-    batch_rows: int | None = None  # rows of a request; None for a suitable default
-    ids: Getter | None = None  # how to find the sample ids; None without a cache
-    tokens: Getter | None = None  # for batches of padded sequences, how to find the token mask
+    getters: Mapping[str, Getter] = field(default_factory=dict)  # finds each input, by name, in a sample or batch
+    batch_rows: int | None = None  # rows per request; None for a suitable default
+    ids: Getter | None = None  # finds the sample ids; None without a cache
+    tokens: Getter | None = None  # for batches of padded sequences, finds the token mask
 
     def __post_init__(self) -> None:
         if self.batch_rows is not None and not is_count(self.batch_rows):
@@ -38,7 +38,7 @@ class LabelRequest:
         Combiner(self.combine, [1.0])  # raises if `combine` is invalid
         if self.router is not None and self.combine != "each":
             raise SettingsError(
-                f"combine={self.combine!r} and route=: each row is labelled by one service, so leave combine out"
+                f"combine={self.combine!r} and route=: each row is labelled by one service, so omit combine"
             )
 
     @property
@@ -48,7 +48,7 @@ class LabelRequest:
 
     @property
     def services(self) -> int:
-        """Number of answers for each row."""
+        """Number of answers per row."""
         return 1 if self.router is not None else max(len(self.teachers), 1)
 
     def combiner(self) -> Combiner:

@@ -1,7 +1,7 @@
 """`LabelSession`, which runs a reader's epochs one after the other over shared connections, and closes both.
 
-A session belongs to a reader and lives across its epochs. The first epoch starts it and `close` ends it. It publishes
-how many rows the reader asks of each service, and how long training waits, for scaling (docs/scaling.md).
+A session belongs to a reader and persists across its epochs. The first epoch starts it and `close` ends it. For scaling
+(docs/scaling.md), it publishes how many rows the reader requests from each service, and how long training waits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _source(
     def read() -> Mapping[str, float]:
         """Return counters that never decrease.
 
-        The order matters: a wait that ends between the two reads is missing now and counted next time. In the other
+        The order matters: a wait that ends between the two reads is missing now and counted next time. In the reverse
         order it would be counted twice, permanently.
         """
         nonlocal label_s, total_source_s
@@ -75,10 +75,10 @@ def _source(
 
 
 _SOURCE_STOP_S = 5.0
-"""How long `close` waits until the source is no longer in use: longer than a batch takes to load, and shorter than a
+"""How long `close` waits until the source is no longer in use: longer than loading a batch, and shorter than a
 scheduler's grace period."""
 _SAY_AFTER_S = 5.0
-"""How long to wait for a busy source before a warning, which is when a person begins to wonder."""
+"""How long to wait for a busy source before a warning: when a person begins to wonder."""
 
 
 class LabelSession:
@@ -109,9 +109,9 @@ class LabelSession:
     def begin(
         self, source: Callable[[], Iterable[Any]], cutter: Cutter, end_source: Callable[[], None] | None = None
     ) -> Epoch:
-        """End the previous epoch and start a new one; the source's iterator is made in the calling thread.
+        """End the previous epoch and start a new one; the source's iterator is created in the calling thread.
 
-        Epochs of other readers end, too, if they read the same iterator, or the same loader with persistent workers.
+        Epochs of other readers end too if they read the same iterator, or the same loader with persistent workers.
 
         Raises:
             ClosedError: The reader is closed, or this is called by its own source.
@@ -137,7 +137,7 @@ class LabelSession:
         end_source: Callable[[], None] | None = None,
         shared: object = None,
     ) -> Epoch:
-        """Start an epoch over an iterator. `shared`: what the user gave, if it gives the same iterator to all."""
+        """Start an epoch over an iterator. `shared`: the user's source, if it returns the same iterator to all."""
         self.labeller.check()
         for route, part in cutter.routes.items():
             part.fit = functools.partial(self.labeller.rows_that_fit, route=route)
@@ -152,7 +152,7 @@ class LabelSession:
     def labelled(self, epoch: Epoch) -> Generator[tuple[Item, list[Any]], None, None]:
         """Yield the items of an epoch with their labels: an array or `TopK` for each output of each service.
 
-        An empty list of samples has none.
+        An empty list of samples has no labels.
         """
         request = self.labeller.request
         combiner = request.combiner()
@@ -169,7 +169,7 @@ class LabelSession:
         """End an epoch and wait until its source is free: two threads in one iterator would split its values."""
         if epoch.is_feeding():
             raise ClosedError(
-                "the data source of a reader starts an epoch of that reader: it would have to end before it is done"
+                "the data source of a reader starts an epoch of the same reader, which would end the source's own epoch"
             )
         epoch.close()
         timeout_s = self._options.source_timeout_s
@@ -183,20 +183,20 @@ class LabelSession:
         )
         if not epoch.join(min(timeout_s - say_after_s, threading.TIMEOUT_MAX)):
             raise TemporaryError(
-                f"the data source is still busy with the epoch before, {timeout_s:g} s after that was ended, and two "
-                "epochs cannot use it at a time: find out what it waits for, let it give up earlier (a DataLoader's "
+                f"the data source is still busy with the previous epoch, {timeout_s:g} s after it was ended, and two "
+                "epochs cannot use it at once: find out what it waits for, make it time out earlier (a DataLoader's "
                 "timeout), or wait longer with Options(source_timeout_s=...)"
             )
 
     def close_without_waiting(self) -> None:
         """Close from a finalizer, which may run in any thread at any time."""
         if not self.labeller.closed and os.getpid() == self._pid:
-            with contextlib.suppress(ClosedError):  # by another thread, meanwhile
+            with contextlib.suppress(ClosedError):  # another thread may close it meanwhile
                 self.labeller.thread.call(self._close_apart)
 
     def _close_apart(self) -> None:
-        """Close in another thread, because this runs on the loop, which closing needs."""
-        # Not `start_call`, whose thread is a daemon: the end of the program must wait for this thread.
+        """Close in a separate thread, because this runs on the loop, which closing needs."""
+        # Not `start_call`, whose thread is a daemon: the program must wait for this thread before it ends.
         threading.Thread(target=self.close, name="edl-close").start()
 
     def close(self) -> None:
@@ -217,22 +217,22 @@ class LabelSession:
 
     def _join_source(self, epoch: Epoch) -> None:
         if not epoch.join(_SOURCE_STOP_S):
-            logger.warning("the data source is still busy %g s after its reader was closed; left alone", _SOURCE_STOP_S)
+            logger.warning("the data source is still busy %g s after its reader was closed; giving up", _SOURCE_STOP_S)
 
 
 def open_session(request: LabelRequest, keep: Callable[[LabelSession], object]) -> None:
-    """Open a session and give it to `keep`, which has it closed some day.
+    """Open a session and pass it to `keep`, which ensures that it is closed.
 
-    A signal handler may raise between any two lines of the main thread, and what a session has begun by then would run
-    for ever. So another thread calls both, and this waits for it.
+    A signal handler may raise between any two lines of the main thread, and a half-opened session would then run
+    forever. So another thread does both, and this waits for it.
     """
     start_call("edl-open", lambda: keep(LabelSession(request))).result()
 
 
 def _has_one_iterator(source: object) -> bool:
-    """Return whether each `iter` of a source returns the same iterator, as of a loader with persistent workers.
+    """Return whether each `iter` of a source returns the same iterator, like a loader with persistent workers.
 
-    A generator is not among them: it ends with the first epoch that reads it.
+    Generators do not count: they end with the first epoch that reads them.
     """
     persistent = getattr(source, "persistent_workers", getattr(source, "_persistent_workers", False))
     return bool(persistent) or (isinstance(source, Iterator) and not isinstance(source, Generator))

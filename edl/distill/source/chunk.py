@@ -1,4 +1,4 @@
-"""Chunks of rows that form a request, the source's items that they belong to, and the detection of reused memory."""
+"""Chunks of rows (one request each), the source's items that they belong to, and the detection of reused memory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Chunk:
 
     services: int  # number of services that label it
     rows: int = 0  # rows of the request
-    left: int = 0  # rows that the training loop has not taken yet
+    left: int = 0  # rows not yet taken by the training loop
     nbytes: int = 0  # bytes of its inputs
-    rest_nbytes: int = 0  # bytes of its items' other parts, which also wait for the training loop
+    rest_nbytes: int = 0  # bytes of its items' other fields, which are held for the training loop too
     fields: dict[str, Array] = field(default_factory=dict)  # inputs [rows, ...] by name
     positions: Array | None = None  # int32 [rows], position of each row in its sequence; None without sequences
     longest_sequence: int = 0  # rows of the longest sequence, 0 if the rows are not sequences
     ids: Sequence[Any] | None = None  # of the samples, [rows] or [sequences]; None without a cache
     lengths: Array | None = None  # int64 [sequences], rows of each sequence; None if the rows are not sequences
-    outputs: list[Outputs | None] = field(default_factory=list)  # by service, None until its answer is there
-    jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
+    outputs: list[Outputs | None] = field(default_factory=list)  # by service, None until its answer arrives
+    jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, job number at the service)
     error: BaseException | None = None  # why it has no outputs; it then counts as done
     sent: bool = False  # whether it was sent or is being sent
-    # bytes of each service's answer, estimated until it is there
+    # bytes of each service's answer, estimated until it arrives
     answers_nbytes: list[int] = field(default_factory=list)
-    foreseen: bool = True  # whether all of them could be estimated
-    route: int | None = None  # number of the only service that is asked; None for all of them
-    source_s: float = 0.0  # seconds that the epoch's source had taken when it was sent
+    foreseen: bool = True  # whether all answers could be estimated
+    route: int | None = None  # number of the only service to ask; None for all of them
+    source_s: float = 0.0  # seconds that the epoch's source had taken when the chunk was sent
 
     def __post_init__(self) -> None:
         self.outputs = [None] * self.services
@@ -42,7 +42,7 @@ class Chunk:
 
     @property
     def weight(self) -> int:
-        """Bytes of its items and its answers, pending answers included."""
+        """Bytes of its items and answers, including pending answers."""
         return self.nbytes + self.rest_nbytes + sum(self.answers_nbytes)
 
     @property
@@ -69,9 +69,9 @@ class Item:
     """A value that the source yielded, and where its rows are."""
 
     value: Any  # as the source yielded it
-    parts: list[tuple[Chunk, int, int]]  # (chunk, first row, behind the last row)
+    parts: list[tuple[Chunk, int, int]]  # (chunk, first row, end row)
     fingerprints: tuple[ItemFingerprint, ...] = ()  # of the value, or of its samples
-    # of a batch of padded sequences, bool [sequences, length]: which elements have rows; else None
+    # for a batch of padded sequences, bool [sequences, length]: which elements have rows; else None
     mask: Array | None = None
 
     @property
@@ -92,7 +92,7 @@ class ReuseDetector:
 
     def __init__(self) -> None:
         self._current: Item | None = None
-        self._released: collections.deque[Item] = collections.deque()  # while the source was at work
+        self._released: collections.deque[Item] = collections.deque()  # released while the source was producing a value
         self._at_work = False
 
     def begin_draw(self) -> None:
@@ -118,14 +118,14 @@ class ReuseDetector:
                 fingerprint.check_locations(locations)
 
     def release(self) -> None:
-        """Note that the training loop is done with its item."""
+        """Record that the training loop is done with its item."""
         current = self._current
         if current is not None and self._at_work:
             self._released.append(current)
         self._current = None
 
     def check_delivered(self, item: Item) -> None:
-        """Note that the training loop gets this item next."""
+        """Record that the training loop gets this item next."""
         self._current = item
         for fingerprint in item.fingerprints:
             fingerprint.check()

@@ -1,10 +1,10 @@
-"""Cuts the user's data into requests: gathers samples and sequences, splits batches, and records where rows are.
+"""Cuts the user's data into requests: gathers samples and sequences, splits batches, and tracks rows.
 
-A `Cutter` reads what a kind of source yields. A request goes to one service: where samples differ in their teachers, a
-`Router` finds the service of each, and each route has a `Gatherer` of its own, so items keep the source's order.
+A `Cutter` reads the values of one kind of source. A request is for one service: if samples differ in their teachers, a
+`Router` finds each one's service, and each route has its own `Gatherer`, so items keep the source's order.
 
 A sequence of T tokens is T rows. Row t holds token t and the teacher's prediction of token t + 1; the last row predicts
-what would follow. Several sequences fill a request, and none is split.
+the token after the end. Several sequences fill a request, and none is split.
 
 There are no threads and no network here. A value that cannot be sent raises a `SourceError` that names the item, the
 field and the remedy.
@@ -33,32 +33,32 @@ _OTHER_SHAPE = (
     "pad them to one shape, yield batches with set_batch_generator, or send each alone with set_teacher_batch_size(1)"
 )
 _OTHER_ROWS = "the rows of all sequences must have one shape; only the number of rows may differ"
-_MASK = "tokens"  # the user's name for the mask
-_REQUESTS_WAITING = 4  # requests that a teacher's queue should hold, so that the next one is ready when it needs it
+_MASK = "tokens"  # the user's argument for the mask
+_REQUESTS_WAITING = 4  # requests that a teacher's queue should hold, so that the next one is always ready
 _MOST_OVERTAKING = 4
-"""How many full requests of other services may overtake one that is not full. Readers keep at least eight open, so it
-still has the time of four until the training loop needs it. With fewer, requests of rare routes would hold a row or
+"""How many full requests of other services may overtake a partly filled one. Readers keep at least eight open, so it
+still has the time of four before the training loop needs it. With fewer, requests of rare routes would hold a row or
 two."""
 
 Getter = Callable[[Any], Any]
 Prepare = Callable[[Mapping[int | None, int]], None]
 """Called before a value's rows are put into requests, with the rows of the longest sequence by route (0 if the rows are
-not sequences). It tells the gatherers the limits of the teachers."""
+not sequences). It sets the teachers' limits in the gatherers."""
 
 
 @dataclass(frozen=True)
 class Router:
-    """Which service labels what. A missing field, or a value that no service is named for, is a `SourceError`."""
+    """Selects services by value. Raises `SourceError` for a missing field, or a value without a service."""
 
     find: Callable[[Any], Any]  # finds the value in a sample, or the values of all rows in a batch
-    routes: Mapping[Any, int]  # by value, the service's number. `None` is that of all other values.
+    routes: Mapping[Any, int]  # the service's number by value; `None` covers all other values
 
     def of_sample(self, sample: Any, what: str) -> int:
         """Return the number of the service that labels a sample."""
         return self._route(_plain(self._found(sample, what)), what)
 
     def of_batch(self, batch: Any, rows: int, what: str) -> list[int]:
-        """Return by row the number of the service that labels it."""
+        """Return, for each row, the number of the service that labels it."""
         found = _plain(self._found(batch, what))
         if not isinstance(found, list | tuple):
             if not self._is_value(found):
@@ -79,30 +79,30 @@ class Router:
             others = self.routes.get(None)
             if isinstance(value, bytes):
                 others = self.routes.get(value.decode(errors="replace"), others)
-            with contextlib.suppress(TypeError):  # a tuple with a list, say, which is the key of nothing
+            with contextlib.suppress(TypeError):  # an unhashable value, such as a tuple with a list
                 found = self.routes.get(value, others)
         if found is None:
             known = listed([repr(known) for known in self.routes])
             raise SourceError(
-                f"{what} has route {value!r}, and teachers are named for {known}: name those for it as well, or under "
-                "None those for all other values"
+                f"{what} has route {value!r}, but teachers are named for {known}: add teachers for it, or under "
+                "None for all other values"
             )
         return found
 
     def _is_value(self, value: Any) -> bool:
-        """Return whether this is a value of a field; anything else was not understood, and is not among all others."""
+        """Return whether this is a field's value; anything else is an error and does not match "all other values"."""
         if isinstance(value, float):
             return not math.isnan(value)
         return value is None or isinstance(value, str | bytes | int) or type(value) in map(type, self.routes)
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers and strings of arrays and tensors as Python's."""
+    """Return numbers and strings of arrays and tensors as Python objects."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _found_by(getter: Getter, value: Any, finder: str, missing: str) -> Any:
-    """Return what a user's function finds. Its `StopIteration` would end the epoch, and is an error."""
+    """Return what a user's function finds. Its `StopIteration` would end the epoch, so it becomes an error."""
     try:
         return getter(value)
     except StopIteration as exc:
@@ -111,9 +111,9 @@ def _found_by(getter: Getter, value: Any, finder: str, missing: str) -> Any:
         raise SourceError(f"{missing}: {exc}") from exc
 
 
-@dataclass(eq=False, slots=True)  # not frozen, which costs a microsecond a sample
+@dataclass(eq=False, slots=True)  # not frozen, which would cost a microsecond per sample
 class _Unit:
-    """Rows that stay together in a request: a sample, a sequence, or what a batch has of a route."""
+    """Rows that stay together in a request: a sample, a sequence, or a batch's rows of one route."""
 
     what: str  # its place in the source, for messages
     arrays: Mapping[str, Array]  # by input [rows, ...]
@@ -125,13 +125,13 @@ class _Unit:
 
 
 class Gatherer:
-    """Gathers the rows of a route in a request that is sealed when it is full."""
+    """Gathers the rows of a route in a request, which is sealed when full."""
 
-    # returns how many rows like its argument fit into a request, by their bytes; 0 for any number
+    # returns how many rows like its argument fit in a request, by their bytes; 0 for any number
     fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
-    max_rows = 0  # of a request that teachers accept; 0 for any
-    max_sequence = 0  # rows of a sequence that teachers accept; 0 for any
-    begun = 0  # when the open request was begun, counted in units of all routes
+    max_rows = 0  # most rows of a request that teachers accept; 0 for any
+    max_sequence = 0  # most rows of a sequence that teachers accept; 0 for any
+    begun = 0  # when the open request began, counted in units of all routes
     overtaken = 0  # how many full requests of other routes have overtaken it
 
     def __init__(self, cutter: Cutter, route: int | None) -> None:
@@ -152,7 +152,7 @@ class Gatherer:
         return self._cutter.of_sequences or not self.open.rows
 
     def rows_like(self, fields: Mapping[str, Array]) -> int:
-        """Return the rows of a full request of rows like these."""
+        """Return how many rows like these fill a request."""
         usual = self._cutter.usual_rows
         if self._cutter.chunk_rows:
             return self._cutter.chunk_rows
@@ -160,7 +160,7 @@ class Gatherer:
         return min(most, self.fit(fields) or most)
 
     def add(self, unit: _Unit) -> tuple[tuple[Chunk, int, int], list[Chunk]]:
-        """Add rows to the open request; return where they are, and the requests that are full now."""
+        """Add rows to the open request; return where they are, and the requests that are now full."""
         ready: list[Chunk] = []
         if self._cutter.of_sequences:
             self._full = self._tokens_like(unit)
@@ -187,13 +187,13 @@ class Gatherer:
         rows = unit.rows
         if self.max_sequence and rows > self.max_sequence:
             raise SourceError(
-                f"{unit.what} is a sequence of {rows} tokens, and teachers take at most {self.max_sequence}: cut it in "
+                f"{unit.what} is a sequence of {rows} tokens, but teachers take at most {self.max_sequence}: cut it in "
                 "your source, or serve the model with a larger --max-tokens if its context is longer"
             )
         fitting = self.fit({POSITION: np.broadcast_to(np.int32(0), (rows,)), **unit.arrays})
         if fitting and rows > fitting:
             raise SourceError(
-                f"{unit.what} is a sequence of {rows} tokens, and teachers take messages of at most {fitting} tokens "
+                f"{unit.what} is a sequence of {rows} tokens, but teachers take messages of at most {fitting} tokens "
                 "like these: cut it in your source, or serve the model with a larger --max-message"
             )
         # A teacher's largest request fills its whole queue, so it would refuse every second request of that size.
@@ -221,10 +221,10 @@ class Gatherer:
 
 
 class Cutter(abc.ABC):
-    """Turns the values of a source into items and chunks that are ready to be sent.
+    """Turns the values of a source into items and chunks that are ready to send.
 
-    `chunk_rows` is None for a suitable number of rows that all teachers accept, `ids` without a cache, and `router` if
-    all services label everything. `routes` has the gatherer of each route (None without a router).
+    `chunk_rows` is None for a suitable number of rows that all teachers accept, `ids` is None without a cache, and
+    `router` if all services label everything. `routes` holds the gatherer of each route (key None without a router).
     """
 
     usual_rows: int  # largest number of rows in a request if the user sets none
@@ -250,19 +250,19 @@ class Cutter(abc.ABC):
 
     @abc.abstractmethod
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
-        """Cut the source's next item; return it with the chunks that are full now."""
+        """Cut the source's next item; return it with the chunks that are now full."""
 
     def finish(self) -> list[Chunk]:
-        """Seal what is not full, in the order in which it was begun: the source is at its end, or silent."""
+        """Seal partly filled requests, oldest first, because the source has ended or is silent."""
         gatherers = sorted(self.routes.values(), key=lambda each: each.begun)
         return [chunk for gatherer in gatherers for chunk in gatherer.seal()]
 
     def seal(self, chunk: Chunk) -> list[Chunk]:
-        """Seal a request that is not full; return the sealed chunks, none if it was sealed before."""
+        """Seal a partly filled request; return the sealed chunks, none if it was already sealed."""
         return [sealed for gatherer in self.routes.values() if gatherer.open is chunk for sealed in gatherer.seal()]
 
     def _gather(self, unit: _Unit, ready: list[Chunk]) -> tuple[Chunk, int, int]:
-        """Add a unit to its route's request; add full requests behind those that they have overtaken too often."""
+        """Add a unit to its route's request; queue full requests after those that they have overtaken too often."""
         gatherer = self.routes[unit.route]
         place, full = gatherer.add(unit)
         self._units += 1
@@ -306,12 +306,12 @@ class Cutter(abc.ABC):
 
 
 class BatchCutter(Cutter):
-    """Cuts batches, whose fields are arrays [rows, ...]. A batch may be split into requests, and is never merged."""
+    """Cuts batches, whose fields are arrays [rows, ...]. A batch may be split into requests, but is never merged."""
 
     usual_rows = 256  # a quarter of what `edl serve` queues, and four times what it computes at once
 
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
-        """Cut a batch, whose rows may be of several routes."""
+        """Cut a batch, whose rows may belong to several routes."""
         what = f"batch {self.seen}"
         fingerprint, fields = self._read_fields(value, what)
         rows = _common_rows(fields, what)
@@ -337,7 +337,7 @@ class BatchCutter(Cutter):
     def _split(
         self, route: int | None, fields: Mapping[str, Array], ids: Sequence[Any] | None, routes: Sequence[int | None]
     ) -> list[Chunk]:
-        """Return the requests of the rows of a route, in the order of the rows."""
+        """Return the requests for a route's rows, in row order."""
         if set(routes) != {route}:
             mine = [row for row, each in enumerate(routes) if each == route]
             fields = {name: array[mine] for name, array in fields.items()}
@@ -354,7 +354,7 @@ class BatchCutter(Cutter):
 
 
 class SampleCutter(Cutter):
-    """Gathers samples, each of them a row."""
+    """Gathers samples, each of which is a row."""
 
     usual_rows = 32
     of_lists = False  # whether the source yields lists of samples
@@ -362,11 +362,11 @@ class SampleCutter(Cutter):
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
         if not self.of_lists:
             return self._cut(value, [self._read_sample(value, self.seen)], prepare)
-        if not isinstance(value, Collection):  # a generator, say, which could not be iterated again on delivery
+        if not isinstance(value, Collection):  # such as a generator, which could not be iterated again on delivery
             what = "sequences" if self.of_sequences else "samples"
             kind = type(value).__name__
-            raise SourceError(f"after {self.seen} {what} the source yielded {kind}, which is no list of samples")
-        value = list(value)  # the source may put other samples into its own
+            raise SourceError(f"after {self.seen} {what} the source yielded {kind}, which is not a list of samples")
+        value = list(value)  # copied, because the source may change its list
         return self._cut(value, [self._read_sample(each, self.seen + at) for at, each in enumerate(value)], prepare)
 
     def _read_sample(self, sample: Any, number: int) -> _Unit:
@@ -388,9 +388,9 @@ class SampleCutter(Cutter):
         mask: Array | None = None,
         count: int | None = None,
     ) -> tuple[Item, list[Chunk]]:
-        """Gather the units of a value; each sequence is a part of the item.
+        """Gather the units of a value; each sequence becomes a part of the item.
 
-        `batch`: the fingerprint of the whole value, if units have none. `count`: by how much `seen` advances.
+        `batch`: the fingerprint of the whole value, if units have none. `count`: the increment of `seen`.
         """
         longest: dict[int | None, int] = {}
         for unit in units:
@@ -412,7 +412,7 @@ class SampleListCutter(SampleCutter):
 
 
 class SequenceCutter(SampleCutter):
-    """Gathers sequences: samples whose fields are arrays [tokens, ...], of as many tokens as a sample has."""
+    """Gathers sequences: samples whose fields are arrays [tokens, ...], one element per token of the sample."""
 
     usual_rows = 2048  # tokens, which keep an accelerator busy; their top-64 labels take 1 MB
     of_sequences = True
@@ -425,12 +425,12 @@ class SequenceListCutter(SequenceCutter):
 
 
 class PaddedBatchCutter(SequenceCutter):
-    """Gathers sequences out of batches that are padded to one length; a request may hold sequences of several batches.
+    """Gathers sequences from batches padded to one length; a request may hold sequences of several batches.
 
-    `mask` finds a batch's token mask, [sequences, length], of any type: 1 for tokens, else 0.
+    `mask` finds a batch's token mask, [sequences, length], of any dtype: 1 for tokens, else 0.
     """
 
-    whole_batches = False  # whether a request holds sequences of a single batch only: the next one may come late
+    whole_batches = False  # whether a request holds sequences of only one batch, because the next may be late
 
     def __init__(
         self,
@@ -445,13 +445,13 @@ class PaddedBatchCutter(SequenceCutter):
         self._mask = mask
 
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
-        """Cut a batch; each sequence of it that has tokens is a part of the item."""
+        """Cut a batch; each of its sequences with tokens becomes a part of the item."""
         what = f"batch {self.seen}"
-        mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may be called so, too
+        mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may have the same name
         fingerprint, arrays = self._read_fields(value, what, {**self.getters, mask_name: self._mask})
         mask = as_token_mask(arrays.pop(mask_name), what)
         if not mask.any():
-            raise SourceError(f"{what} is a batch without tokens: leave it out in your source")
+            raise SourceError(f"{what} is a batch without tokens: skip it in your source")
         for name, array in arrays.items():
             if array.shape[:2] != mask.shape:
                 raise SourceError(
@@ -472,9 +472,9 @@ class PaddedBatchCutter(SequenceCutter):
 
 
 class SequenceColumnsCutter(SequenceCutter):
-    """Gathers sequences out of batches that have, of each input, a list with an array [tokens, ...] for each sequence.
+    """Gathers sequences from batches that have, for each input, a list with an array [tokens, ...] per sequence.
 
-    For data sets whose arrays stay as they are: they are not looked at again.
+    For data sets whose arrays never change: they are not checked again.
     """
 
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
@@ -491,7 +491,7 @@ class SequenceColumnsCutter(SequenceCutter):
 
 
 def _merged(places: Iterable[tuple[Chunk, int, int]]) -> list[tuple[Chunk, int, int]]:
-    """Return where rows are; rows beside one another in a request become one part."""
+    """Return where rows are; adjacent rows in a request become one part."""
     parts: list[tuple[Chunk, int, int]] = []
     for chunk, start, stop in places:
         if parts and parts[-1][0] is chunk and parts[-1][2] == start:
@@ -505,11 +505,11 @@ def _common_rows(arrays: Mapping[str, Array], what: str, kind: str = "batch", of
     """Return how many rows a batch has, or how many tokens a sequence."""
     alone = next((name for name, array in arrays.items() if not array.ndim), None)
     if alone is not None:
-        raise SourceError(f"{what}: input {alone!r} is a single number, where a {kind} has an array [{of}, ...]")
+        raise SourceError(f"{what}: input {alone!r} is a single number: a {kind} needs an array [{of}, ...]")
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) > 1:
         raise SourceError(f"{what}: inputs have different numbers of {of}: {counts}")
     rows = next(iter(counts.values()))
     if not rows:
-        raise SourceError(f"{what} is a {kind} without {of}: leave it out in your source")
+        raise SourceError(f"{what} is a {kind} without {of}: skip it in your source")
     return rows

@@ -1,12 +1,12 @@
-"""Detects whether an item changed between sending its rows to the teachers and its delivery.
+"""Detects whether an item changed between the sending of its rows to the teachers and its delivery.
 
 A source runs ahead of the training loop. If it refills a buffer, or puts other arrays into the same list, the training
-loop gets another input than the teacher saw. So the contents of an item are checked twice: when it is cut into
-requests, and when it is delivered. `ReuseDetector` checks again if the source yields the same memory in between.
+loop gets a different input than the teacher saw. So an item's contents are summarized when it is cut into requests, and
+checked when it is delivered. `ReuseDetector` checks again if the source yields the same memory in between.
 
-A check costs a small part of a copy. Small arrays are copied. Of arrays up to 1 MiB, the sums of 509 columns are kept,
-which cover every byte; of larger arrays, a word from a random place in each of 384 equal pieces. A refilled buffer
-differs in many of them. Objects of unknown types are checked for the arrays and tensors that they hold.
+A check costs a fraction of a copy. Small arrays are copied. For arrays up to 1 MiB, the sums of 509 columns are kept,
+which cover every byte; for larger arrays, a word from a random position in each of 384 equal pieces. A refilled buffer
+differs in many of them. Objects of unknown types are searched for arrays and tensors.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from edl.errors import SourceError
 from edl.protocol.tensors import Array, is_tensor
 
 OBJECT_NBYTES = 33
-"""What CPython's bytes object takes besides its bytes; without it, many short strings would weigh next to nothing."""
+"""Overhead of CPython's bytes object; without it, many short strings would weigh almost nothing."""
 
 
 def arrays_nbytes(arrays: Iterable[Array]) -> int:
-    """Return the bytes that arrays hold; for arrays of strings, with their strings."""
+    """Return the bytes that arrays hold, including the strings of string arrays."""
     return sum(array.nbytes + (_weight_of_objects(array) if array.dtype.kind == "O" else 0) for array in arrays)
 
 
 def object_nbytes(value: Any) -> int:
-    """Return the bytes that an object or its attributes report to hold; images are counted as Pillow's."""
+    """Return the bytes that an object or its attributes report; images are counted like Pillow's."""
     nbytes = _own_nbytes(value)
     if nbytes is None:
         attributes = getattr(value, "__dict__", None)
@@ -52,7 +52,7 @@ def _own_nbytes(value: Any) -> int | None:
         if str(type(value).__module__).startswith("PIL."):
             return int(math.prod(value.size) * len(value.getbands()))
         nbytes = getattr(value, "nbytes", None)
-    except Exception:  # noqa: BLE001 - of the user's type, or of sparse tensors: what does not say it is not counted
+    except Exception:  # noqa: BLE001 - from a user's type or a sparse tensor: objects without a size are not counted
         return None
     return nbytes if isinstance(nbytes, int) else None
 
@@ -62,16 +62,16 @@ def _weight_of_objects(array: Array) -> int:
 
 
 _SMALL_NBYTES = 32 << 10
-"""This much is copied in a microsecond or two, which is less than any sum would take."""
-_COLUMNS = 509  # prime, so that rows which change places change columns too; enough for SIMD, and fits the L1 cache
+"""Bytes that are copied in a microsecond or two, faster than any sum."""
+_COLUMNS = 509  # prime, so that swapped rows change columns too; enough for SIMD, and fits in the L1 cache
 _WHOLE_NBYTES = 1 << 20
-"""Summed up in a tenth of a millisecond, and one-hot labels of 256 rows and 1,000 classes, of which only few words
-differ from those of the next batch, are within it."""
+"""Bytes summed in a tenth of a millisecond. One-hot labels of 256 rows and 1,000 classes, of which only a few words
+differ between batches, are below this size."""
 _WORDS = 384
-"""Words of a larger array, each of which misses all caches: twelve in each of 32 images. numpy keeps the GIL while it
-reads up to 500; getting it back takes ten times as long."""
+"""Words read of a larger array, each a cache miss: twelve in each of 32 images. numpy keeps the GIL while it reads up
+to 500; reacquiring it takes ten times as long."""
 
-_random = np.random.default_rng()  # another seed in each process, so that no data can be as the places want it
+_random = np.random.default_rng()  # a new seed in each process, so that no data can be crafted for the positions
 
 
 class Checksum:
@@ -80,14 +80,14 @@ class Checksum:
     def __init__(self, array: Array) -> None:
         data = _memory(array)
         self._nbytes = data.nbytes
-        self._positions: Array | None = None  # of the words that are looked at; None to look at everything
+        self._positions: Array | None = None  # of the words to read; None to read everything
         if data.nbytes > _WHOLE_NBYTES:
             piece = data.nbytes // 8 // _WORDS
             self._positions = np.arange(_WORDS) * piece + _random.integers(0, piece, _WORDS)
         self._found = self._look(data)
 
     def matches(self, array: Array) -> bool:
-        """Return whether an array has the same bytes, as far as they were looked at."""
+        """Return whether an array has the same bytes, as far as they were read."""
         data = _memory(array)
         return data.nbytes == self._nbytes and self._look(data) == self._found
 
@@ -103,8 +103,8 @@ class Checksum:
 
 
 def _memory(array: Array) -> Array:
-    """Return the array's bytes, without repeats; a view where they lie without gaps in memory, in any order of axes."""
-    array = np.asarray(array)  # a matrix stays two-dimensional whatever is done, and a masked array keeps its mask
+    """Return the array's bytes, without repeats; a view if they are contiguous in memory, in any order of axes."""
+    array = np.asarray(array)  # a matrix would stay two-dimensional, and a masked array would keep its mask
     if not array.flags.c_contiguous:
         array = array[tuple([slice(1) if stride == 0 else slice(None) for stride in array.strides])]
         array = array[tuple([slice(None, None, -1 if stride < 0 else 1) for stride in array.strides])]
@@ -119,14 +119,14 @@ _NUMBERS = frozenset({int, float, bool, type(None)})
 
 KeyPath: TypeAlias = tuple[Any, ...]
 MemoryLocation: TypeAlias = tuple[str, int]
-"""Where something lies: the address of an array's first element, or the identity of a list or dictionary."""
+"""A location: the address of an array's first element, or the identity of a list or dictionary."""
 
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """A part of an item, and what tells whether it is as it was."""
+    """A part of an item, with the means to detect a change."""
 
-    path: KeyPath  # keys and positions on the way to it, for messages
+    path: KeyPath  # keys and positions that lead to it, for messages
     holder: Any
     is_unchanged: Callable[[], bool]
     is_array: bool = False
@@ -134,7 +134,7 @@ class _Part:
 
     @property
     def location(self) -> MemoryLocation:
-        """Where it lies; parts of items that are both alive lie in the same location if they share it."""
+        """Its location; parts of two live items have the same location if they share memory."""
         if self.is_array:
             return "memory", self.holder.__array_interface__["data"][0]
         return "object", id(self.holder)
@@ -151,12 +151,12 @@ class ItemFingerprint:
     def __init__(self, what: str, item: Any, inputs: Mapping[str, Any]) -> None:
         self._what = what
         self._parts: list[_Part] = []
-        self.rest_nbytes = 0  # of what the item holds besides the inputs, as far as that is known
+        self.rest_nbytes = 0  # of the item's other contents, as far as known
         self._inputs = frozenset(map(id, inputs.values()))
-        seen: set[int] = set()  # identities of what the item or `inputs` holds, until this is done
+        seen: set[int] = set()  # identities of objects in the item or `inputs`, during construction
         self._add(item, (), seen)
         rest_nbytes = self.rest_nbytes
-        for name, found in inputs.items():  # that a function of the user's may have made, of memory that it keeps
+        for name, found in inputs.items():  # possibly created by a user's function, in memory that it keeps
             self._add(found, (name,), seen)
         self.rest_nbytes = rest_nbytes
 
@@ -165,13 +165,13 @@ class ItemFingerprint:
         return {part.location for part in self._parts}
 
     def check(self) -> None:
-        """Check that the item is as it was."""
+        """Check that the item has not changed."""
         for part in self._parts:
             if not part.is_unchanged():
                 raise self._error(part)
 
     def check_locations(self, places: Callable[[], Container[MemoryLocation]]) -> None:
-        """Check, as `check`, the parts that lie in certain locations."""
+        """Check only the parts in certain locations, like `check`."""
         for part in self._parts:
             if part.costly:
                 if part.location in places() and not part.is_unchanged():
@@ -182,7 +182,7 @@ class ItemFingerprint:
     def _error(self, part: _Part) -> SourceError:
         where = f" ({''.join(f'[{key!r}]' for key in part.path)})" if part.path else ""
         return SourceError(
-            f"{self._what} changed while its soft labels were on their way, or while it was in use{where}: yield a new "
+            f"{self._what} changed while its soft labels were pending, or while it was in use{where}: yield a new "
             "array each time (for example array.copy()), and new lists and dictionaries, since the source runs ahead "
             "of the training loop"
         )
@@ -203,7 +203,7 @@ class ItemFingerprint:
         elif isinstance(value, np.ndarray):
             self._add_array(value, path, seen)
         elif isinstance(value, np.void):
-            self._add_array(np.asarray(value), path, seen)  # of the same memory
+            self._add_array(np.asarray(value), path, seen)  # shares the memory
         elif isinstance(value, _PLAIN):
             return
         elif isinstance(value, list):
@@ -257,7 +257,7 @@ class ItemFingerprint:
     def _add_tensor(self, tensor: Any, path: KeyPath, seen: set[int]) -> None:
         memory = _shared_memory(tensor)
         if memory is not None:
-            begin = tensor.data_ptr()  # which becomes another one where the source gives it other memory
+            begin = tensor.data_ptr()  # changes if the source gives the tensor different memory
             self._parts.append(_Part(path, tensor, lambda: tensor.data_ptr() == begin))
             self._add_array(memory, path, seen)
             return
@@ -270,7 +270,7 @@ class ItemFingerprint:
         self.rest_nbytes += memoryview(buffer).nbytes
         before = Checksum(np.asarray(memoryview(buffer))) if len(buffer) else None
 
-        def is_unchanged() -> bool:  # an array that was kept would not let the source resize its buffer
+        def is_unchanged() -> bool:  # a kept array would prevent the source from resizing its buffer
             return before.matches(np.asarray(memoryview(buffer))) if before is not None else not len(buffer)
 
         self._parts.append(_Part(path, buffer, is_unchanged))
@@ -280,7 +280,7 @@ class ItemFingerprint:
         self._parts.append(_Part(path, holder, lambda: _same_objects(before, elements())))
 
     def _add_attributes(self, value: Any, path: KeyPath, seen: set[int]) -> None:
-        """Add the attributes of an object of the user's that are inputs, arrays or tensors."""
+        """Add the attributes of a user's object that are inputs, arrays or tensors."""
         self.rest_nbytes = rest_nbytes = self.rest_nbytes + object_nbytes(value)
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         for name in [*getattr(value, "__dict__", ()), *slots]:
@@ -307,7 +307,7 @@ def _same_objects(before: list[Any], after: list[Any]) -> bool:
 
 
 def _shared_memory(tensor: Any) -> Array | None:
-    """Return a tensor's own memory as an array, None if it cannot be had without a copy."""
+    """Return a tensor's own memory as an array, None if that requires a copy."""
     torch, paddle = sys.modules.get("torch"), sys.modules.get("paddle")
     try:
         if torch is not None and isinstance(tensor, torch.Tensor):
@@ -316,18 +316,18 @@ def _shared_memory(tensor: Any) -> Array | None:
                 found: Array = (own.view(torch.int16) if own.dtype is torch.bfloat16 else own).numpy()
                 return found
         elif paddle is not None and isinstance(tensor, paddle.Tensor) and tensor.place.is_cpu_place():
-            return np.from_dlpack(tensor.detach())  # its own `numpy` copies
+            return np.from_dlpack(tensor.detach())  # its `numpy` method copies
     except (RuntimeError, TypeError, BufferError):  # sparse, quantized, a view of bfloat16 with gaps, ...
         pass
     return None
 
 
 def _version(tensor: Any) -> int | None:
-    """Return how often a tensor was written to in place, None if it does not say."""
+    """Return how often a tensor was written to in place, None if unknown."""
     for name in ("_version", "inplace_version"):
         try:
             found = getattr(tensor, name)
-        except (AttributeError, RuntimeError):  # torch's tensors of inference mode do not count
+        except (AttributeError, RuntimeError):  # torch's inference tensors do not count writes
             continue
         if isinstance(found, int):
             return found

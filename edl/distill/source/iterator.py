@@ -1,8 +1,8 @@
-"""Iterates over the user's data such that no error in it is mistaken for its end.
+"""Iterates over the user's data so that no error in it is mistaken for its end.
 
 Python ends a `for` loop at any `StopIteration`, and a loop over an object that has only `__getitem__` also at any
 `IndexError`, wherever it was raised. In a sample's `__getitem__`, a transform or a collate function these are bugs, and
-the rest of the epoch would be missing silently.
+the rest of the epoch would be silently lost.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from edl.errors import SourceError
 
 _FRAMEWORKS = ("torch", "paddle")
 _APPLIES = ("builtins", "itertools")
-"""Modules of iterators that may call functions of the user's, and have no frame of their own in a traceback."""
+"""Modules of iterators that may call user functions, and have no frame of their own in a traceback."""
 _REPLACED = (itertools.chain, type(iter(int, 1)))
-"""Types of iterators that take a `StopIteration` of the user's for an end of theirs, and are driven here instead."""
+"""Types of iterators that end at a user function's `StopIteration`, and are replaced here."""
 
 
 class SourceIterator(Iterator[Any]):
-    """An iterator over a user's source that tells its end from a `StopIteration` raised on the way.
+    """An iterator over a user's source that distinguishes its end from a `StopIteration` raised inside it.
 
     A PyTorch `DataLoader` without workers draws its order from torch's global generator when its first batch is read.
-    That batch is read at once, in the caller's thread: another thread would draw beside the training's own draws, and
-    the same seed would give another order.
+    That batch is read at once, in the caller's thread: in another thread, its draw would race with training's own
+    draws, and the same seed would give a different order.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
@@ -52,7 +52,7 @@ class SourceIterator(Iterator[Any]):
         return value
 
     def _guard_torch(self) -> None:
-        """Guard the iterators of the user's that PyTorch's loaders read in this process."""
+        """Guard the user's iterators that PyTorch's loaders read in this process."""
         fetcher = getattr(self._iterator, "_dataset_fetcher", None)
         for holder, name in ((fetcher, "dataset_iter"), (self._iterator, "_sampler_iter")):
             iterator = getattr(holder, name, None)
@@ -81,15 +81,15 @@ class SourceIterator(Iterator[Any]):
 
 def _draws_when_read(source: Any) -> bool:
     loader = any(kind.__name__ == "DataLoader" for kind in type(source).__mro__)
-    # What Accelerate has prepared is read in the caller's thread in any case, and counts its batches.
+    # Loaders prepared by Accelerate are always read in the caller's thread, and count their batches.
     return loader and getattr(source, "num_workers", None) == 0 and not hasattr(source, "gradient_state")
 
 
 def _outcome(iterator: Iterator[Any]) -> Callable[[], Any]:
-    """Read the next value; return what returns it, or raises what reading it raised."""
+    """Read the next value; return a function that returns it, or raises the error of reading it."""
     try:
         value = next(iterator)
-    except Exception as exc:  # noqa: BLE001 - raised by what is returned
+    except Exception as exc:  # noqa: BLE001 - raised by the returned function
         return functools.partial(_raise, exc)
     return lambda: value
 
@@ -99,31 +99,31 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 def _by_position(source: Any) -> Iterator[Any]:
-    """Yield the items of an object with `__getitem__` alone; in a generator `StopIteration` becomes a RuntimeError."""
+    """Yield the items of an object with only `__getitem__`; in a generator `StopIteration` becomes a RuntimeError."""
     for at in itertools.count():
         try:
             item = source[at]
         except IndexError as exc:
             if hasattr(source, "__len__") and at < len(source):
-                raise SourceError(f"the source has {len(source)} items, and raised IndexError at {at}: {exc}") from exc
+                raise SourceError(f"the source has {len(source)} items, but raised IndexError at {at}: {exc}") from exc
             return
         yield item
 
 
 def _applies(iterator: Any) -> bool:
-    """Return whether an iterator may call functions of the user's without a frame of its own; also of a subclass."""
+    """Return whether an iterator, also of a subclass, may call user functions without a frame of its own."""
     return any(kind.__module__ in _APPLIES for kind in type(iterator).__mro__[:-1])
 
 
 def _guarded(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator of one of the types `_REPLACED` that raises a `StopIteration` of the user's as an error."""
+    """Return a replacement, for an iterator of a type in `_REPLACED`, that reports the user's `StopIteration`."""
     if type(iterator) not in _REPLACED:
         return iterator
     held = [held for held in gc.get_referents(iterator) if held is not itertools.chain]
-    if not held:  # it has ended
+    if not held:  # the iterator has ended
         return iterator
     if isinstance(iterator, itertools.chain):
-        # The iterator over its parts, and the part that it has begun, if there is one.
+        # The iterator over its parts, and the current part, if there is one.
         return _parts_of((held[1:], *held[:1]))
     return _returned_by(*held)
 
@@ -135,15 +135,15 @@ def _parts_of(chain: Iterable[Any]) -> Iterator[Any]:
 
 
 def _returned_by(function: Callable[[], Any], sentinel: object) -> Iterator[Any]:
-    """Yield what a function returns; in a generator, its `StopIteration` becomes a RuntimeError."""
+    """Yield a function's results; in a generator, its `StopIteration` becomes a RuntimeError."""
     while (value := function()) != sentinel:
         yield value
 
 
 def _batches_of(source: Any) -> int | None:
-    """Return how many batches a framework's `DataLoader` yields; None where it may only guess.
+    """Return how many batches a framework's `DataLoader` yields; None if its length may be a guess.
 
-    With samplers of the user's it does.
+    It is a guess with the user's own samplers.
     """
     if type(source).__name__ != "DataLoader" or not _is_framework(source):
         return None
@@ -152,7 +152,7 @@ def _batches_of(source: Any) -> int | None:
     samplers = [sampler for sampler in samplers if sampler is not None]
     if not samplers or not all(map(_is_framework, samplers)):
         return None
-    if any("Infinite" in type(sampler).__name__ for sampler in samplers):  # stands in for an iterable data set
+    if any("Infinite" in type(sampler).__name__ for sampler in samplers):  # used for an iterable data set
         return None
     try:
         return len(source)
@@ -165,7 +165,7 @@ def _is_framework(value: Any) -> bool:
 
 
 def _raised_by_function(traceback: TracebackType | None) -> bool:
-    """Return whether an error was raised in a function that an iterator applies, and not in another's `__next__`."""
+    """Return whether an error was raised in a function that an iterator applies, not in a nested `__next__`."""
     below = traceback.tb_next if traceback is not None else None
     return below is not None and below.tb_frame.f_code.co_name != "__next__"
 
@@ -176,7 +176,7 @@ def _came_through_fetching(traceback: TracebackType | None) -> bool:
         frame, below = traceback.tb_frame, traceback.tb_next
         if frame.f_code.co_name == "fetch" and frame.f_globals.get("__name__", "").startswith("torch.utils.data."):
             fetcher = frame.f_locals.get("self")
-            # An iterable data set that makes its own batches ends below `fetch`, and that is its end.
+            # An iterable data set that creates its own batches raises below `fetch` at its regular end.
             own = type(fetcher).__name__ != "_MapDatasetFetcher" and not getattr(fetcher, "auto_collation", False)
             return below is not None and not own
         traceback = below
@@ -184,12 +184,12 @@ def _came_through_fetching(traceback: TracebackType | None) -> bool:
 
 
 class Handover:
-    """An iterator over what another thread puts in; ended by that thread, at the latest when it closes.
+    """An iterator over values from another thread, which ends it by `end` or `close`.
 
     The garbage collector may close it in the middle of any function, which `SimpleQueue.put` permits.
 
     Args:
-        given: What the user gave as the source, which the other thread reads.
+        given: The user's source, which the other thread reads.
     """
 
     def __init__(self, given: object) -> None:
@@ -201,7 +201,7 @@ class Handover:
         self._values.put(lambda: value)
 
     def end(self, failure: BaseException | None = None) -> None:
-        """End the iterator behind what was put in, or raise `failure` there."""
+        """End the iterator after the values put so far, or raise `failure` there."""
         self._values.put(functools.partial(_raise, StopIteration() if failure is None else failure))
 
     def close(self) -> None:

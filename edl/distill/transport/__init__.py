@@ -2,8 +2,8 @@
 
 - `schema` describes requested labels, and the inputs and outputs of models; `request` holds a request's tensors;
 - `client` is the connection to a teacher, which converts answers to labels; `channel` is its tensor channel;
-- `calls` is the gRPC channel with its unary calls and their errors, and inspects servers by them;
-- `shm` is the memory that teachers on this host read.
+- `calls` is the gRPC channel with its unary calls and their errors, which also inspects servers;
+- `shm` is the shared memory that teachers on this host read.
 
 The choice of teachers and reconnecting are in `edl.distill.dispatch` and `edl.distill.engine`.
 """

@@ -1,14 +1,13 @@
 """Calls a teacher's server over gRPC, and inspects the server and its model before the first request.
 
-Every error leaves here as `RequestFailed`, with a `RequestFailure` that the dispatcher understands. `TeacherLacks` says
-that waiting does not help, unless the server or the student is changed. A server's answers are not trusted, because it
-may answer anything.
+Every error is raised as `RequestFailed`, with a `RequestFailure` for the dispatcher. `TeacherLacks` means that waiting
+does not help unless the server or the student is changed. A server's answers are not trusted.
 
 gRPC decompresses messages before this program sees them, so a few hundred bytes could become gigabytes here. So
 compression is off, and a channel accepts messages only up to the largest possible answer.
 
 W3C Trace Context (https://www.w3.org/TR/trace-context/): `traceparent` is `00-TRACE-PARENT-FLAGS`, of 32, 16 and 2
-hexadecimal digits. A request's id has 16 as well, so that it can stand for a span.
+hexadecimal digits. A request's id also has 16, so that it can be used as a span id.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ logger = logging.getLogger("edl.distill")
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # readers do not share connections, so they cannot break each other's
-    ("grpc.enable_retries", 0),  # the dispatcher decides that
+    ("grpc.enable_retries", 0),  # the dispatcher decides about retries
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # keepalive waits for gRPC's own pings, whose default is a minute
@@ -54,12 +53,12 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 class RequestIds(Iterator[str]):
-    """Ids of the requests over a connection: 8 random hexadecimal digits, and the request's number in 8 digits."""
+    """Ids of a connection's requests: 8 random hexadecimal digits, and the request's number in 8 digits."""
 
     def __init__(self) -> None:
         self._prefix = f"{secrets.randbelow(2**32 - 1) + 1:08x}"  # not 0, which is not a valid span
         self._numbers = itertools.count()
-        # for a request without a span of the user's: the trace of this process, the parent this connection
+        # for a request without a user's span: this process's trace, with this connection as the parent
         self.traceparent = f"00-{_trace_of(os.getpid())}-{self._prefix}00000000-00"
 
     def __next__(self) -> str:
@@ -68,12 +67,12 @@ class RequestIds(Iterator[str]):
 
 @functools.lru_cache(maxsize=1)
 def _trace_of(pid: int) -> str:
-    """Return the id of the trace for requests of this process (not of its parent) that belong to no other trace."""
+    """Return the trace id for requests of this process (not its parent) that belong to no other trace."""
     return secrets.token_hex(16)
 
 
 def current_traceparent() -> str:
-    """Return the span of OpenTelemetry that is current in the calling thread; empty where there is none.
+    """Return the current OpenTelemetry span of the calling thread; empty if there is none.
 
     A program without OpenTelemetry has not imported it, so it is not imported here.
     """
@@ -94,7 +93,7 @@ _MOST_OF_CHARACTER = 4  # bytes of a character in UTF-8
 
 
 def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> int:
-    """Return how many rows like these fit a request of `nbytes`, in the model's types; at least 1."""
+    """Return how many rows like these fit in a request of `nbytes`, in the model's types; at least 1."""
     total = rows = 0
     for name, array in fields.items():
         wanted = spec.inputs.get(name)
@@ -113,14 +112,14 @@ def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> 
 
 
 def _channel_options(nbytes: int) -> list[tuple[str, Any]]:
-    any_method = {"service": names.SERVICE}  # but for those that are named
+    any_method = {"service": names.SERVICE}  # except named methods
     limits = ((any_method, min(nbytes, _METADATA_NBYTES)), (any_method | {"method": "ModelInfer"}, nbytes))
     methods = [{"name": [name], "maxResponseMessageBytes": most} for name, most in limits]
     return [
         ("grpc.max_receive_message_length", min(nbytes, 2**31 - 1)),
         ("grpc.service_config", json.dumps({"methodConfig": methods})),
         ("grpc.service_config_disable_resolution", 1),
-        # Announce no compression, which servers respect, and do not decompress messages of those that do not.
+        # Announce no compression, which most servers respect, and do not decompress messages of those that ignore it.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.per_message_decompression", 0),
     ]
@@ -129,7 +128,7 @@ def _channel_options(nbytes: int) -> list[tuple[str, Any]]:
 _KINDS = {
     grpc.StatusCode.UNAVAILABLE: FailureKind.LOST,
     grpc.StatusCode.CANCELLED: FailureKind.LOST,
-    grpc.StatusCode.NOT_FOUND: FailureKind.LOST,  # the model or the version is gone, which says nothing of the request
+    grpc.StatusCode.NOT_FOUND: FailureKind.LOST,  # the model or the version is gone, which is not the request's fault
     grpc.StatusCode.UNAUTHENTICATED: FailureKind.LOST,
     grpc.StatusCode.PERMISSION_DENIED: FailureKind.LOST,
     grpc.StatusCode.RESOURCE_EXHAUSTED: FailureKind.OVERLOADED,
@@ -141,18 +140,18 @@ _KINDS = {
 }
 """The kind of failure for each status; `FailureKind.ERROR` for any other."""
 _ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
-"""The teacher refuses any request of this student, so another teacher may answer it."""
+"""The teacher refuses every request of this student, so a different teacher may answer it."""
 
 
 _NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
-"""gRPC's local messages for an answer that it refuses. The status code alone could also have come from the teacher."""
+"""gRPC's local messages for a refused answer. The status code alone could also be from the teacher."""
 _REMEDY = "answers must not be compressed, nor be larger than Options(max_answer_bytes=...)"
 _LONGEST_HINT_S = 60.0
-"""Longest pause that a teacher may ask for. A full queue is processed sooner than this, or never."""
+"""Longest pause that a teacher may request. A full queue is processed sooner than this, or never."""
 
 
 class RequestFailed(Exception):
-    """Raised for a request, or an attempt to connect, that failed. `failure` says how."""
+    """Raised for a failed request or attempt to connect. `failure` describes it."""
 
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
         self.failure = RequestFailure(kind, message, retry_after_s)
@@ -160,7 +159,7 @@ class RequestFailed(Exception):
 
 
 class TeacherLacks(RequestFailed):
-    """Raised for a teacher that answers but cannot serve this student, unless one of the two is changed."""
+    """Raised for a teacher that answers but cannot serve this student unless one of the two is changed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(FailureKind.REJECTED, message)
@@ -175,10 +174,10 @@ def failure_from_status(
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{message}; {_REMEDY}")
     if retry_after_ms is not None and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
         return RequestFailed(FailureKind.OVERLOADED, message, _hinted_s(retry_after_ms))
-    if kind is FailureKind.OVERLOADED and "larger than max" in details:  # a request that the teacher's gRPC refuses
+    if kind is FailureKind.OVERLOADED and "larger than max" in details:  # a request refused by the teacher's gRPC
         kind = FailureKind.REJECTED
     if code in _ACCESS_DENIED:
-        message = f"{endpoint} refuses this student ({code.name}): {details or 'no words'}"
+        message = f"{endpoint} refuses this student ({code.name}): {details or 'no details'}"
     return RequestFailed(kind, message)
 
 
@@ -201,7 +200,7 @@ def failure_of_call(exc: grpc.aio.AioRpcError, endpoint: str, number: str = "") 
 def compression_hint(data: codec.Buffer) -> str:
     """Return a hint for error messages if an answer does not parse because it is compressed; else an empty string."""
     compressed = codec.is_compressed(data)
-    return " (it is compressed, which this student never asks for, and does not take)" if compressed else ""
+    return " (it is compressed, which this student neither requests nor accepts)" if compressed else ""
 
 
 class UnknownModel(RequestFailed):
@@ -255,7 +254,7 @@ class ServerCalls:
             raise RequestFailed(FailureKind.REJECTED, what) from exc
 
     async def open_channel(self, traceparent: str, deadline: float) -> dict[str, Any]:
-        """Return what `names.OPEN_CHANNEL` answers. Raises `RequestFailed`, or ValueError if that is not JSON."""
+        """Return the answer of `names.OPEN_CHANNEL`. Raises `RequestFailed`, or ValueError if it is not JSON."""
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(names.OPEN_CHANNEL)
         try:
             metadata = (*self.metadata, (names.TRACEPARENT, traceparent))
@@ -268,14 +267,14 @@ class ServerCalls:
         """Return the error for a method that the server refuses: `TeacherLacks` if waiting cannot help."""
         code, words = exc.code(), str(failure_of_call(exc, self.endpoint))
         remedy = ": name the model, Teachers(model=...)" if method == "RepositoryIndex" else ""
-        if code is grpc.StatusCode.UNIMPLEMENTED:  # whose details, "Method not implemented!", name none
+        if code is grpc.StatusCode.UNIMPLEMENTED:  # whose details, "Method not implemented!", do not name the method
             what = f"{self.endpoint} does not implement {method}{remedy}"
-            # A load balancer returns this, too, while it has no server.
+            # A load balancer also returns this while it has no server.
             return RequestFailed(FailureKind.REJECTED, what) if method == "ServerReady" else TeacherLacks(what)
         if _RESTRICTED in (exc.details() or "") or (remedy and code is grpc.StatusCode.PERMISSION_DENIED):
             return TeacherLacks(f"{words} ({method}){remedy}")
         if code is grpc.StatusCode.UNAUTHENTICATED and (self._files is None or not self._files.settings.token_file):
-            what = f"{words}: this student shows no token (EDL_TOKEN_FILE, token_file=, --token-file)"
+            what = f"{words}: this student sends no token (EDL_TOKEN_FILE, token_file=, --token-file)"
             return TeacherLacks(f"{what}{remedy}")
         if code in _ACCESS_DENIED:  # REJECTED is logged as a warning; an unreachable teacher is not
             return RequestFailed(FailureKind.REJECTED, f"{words}{remedy}")
@@ -286,16 +285,16 @@ class ServerCalls:
 
 _CONFIGURATION = "model_configuration"  # Triton's extension
 _LONGEST_NAME = 512  # of a model, tensor or version; longer text is not a name
-_MOST_DIGITS = 18  # of a number in text: what 64 bits hold; of thousands of digits Python makes an error
-_MOST_NAMES = 1000  # of a model's metadata: more than any model has, or a person can read
+_MOST_DIGITS = 18  # of a number in text that fits 64 bits; Python refuses thousands of digits
+_MOST_NAMES = 1000  # in a model's metadata: more than any model has, or a person can read
 
 
 async def probe_model(calls: ServerCalls, output_spec: OutputSpec, deadline: float) -> ModelSpec:
-    """Return what the server and the model that is asked for are.
+    """Return the specification of the server and the requested model.
 
     Raises:
         RequestFailed: LOST if the server cannot be reached or is not ready, REJECTED if it lacks the version.
-        TeacherLacks: It has no such model, does not say which it has, or wants a token that this student lacks.
+        TeacherLacks: The server lacks the model, does not list its models, or requires a token that this student lacks.
     """
     ready = await calls.call("ServerReady", kserve.ServerReadyRequest(), deadline)
     if not ready.ready:
@@ -314,7 +313,7 @@ async def probe_model(calls: ServerCalls, output_spec: OutputSpec, deadline: flo
         version_required=len(versions) > 1,
     )
     config = await _fetch_config(calls, model, deadline) if _CONFIGURATION in spec.extensions else None
-    if spec.is_edl:  # a teacher of ours has no other clients, and is asked without a priority
+    if spec.is_edl:  # an EDL teacher has no other clients, so requests have no priority
         spec = _with_own_config(spec, config, output_spec) if config is not None else spec
     else:
         spec, warning = _with_priority(spec, config, output_spec)
@@ -324,7 +323,7 @@ async def probe_model(calls: ServerCalls, output_spec: OutputSpec, deadline: flo
 
 
 def _with_own_config(spec: ModelSpec, config: kserve.ModelConfig, output_spec: OutputSpec) -> ModelSpec:
-    """Return what a server of ours says in its model's configuration."""
+    """Return the specification with an EDL server's model configuration."""
     nbytes = _number(config, names.MAX_BYTES)
     nbytes -= min(HEADER_NBYTES, nbytes // 2)
     takes_targets = names.TARGETS in _text(config, names.OPTIONAL_INPUTS).split(",")
@@ -345,7 +344,7 @@ def _with_own_config(spec: ModelSpec, config: kserve.ModelConfig, output_spec: O
 def _with_priority(
     spec: ModelSpec, config: kserve.ModelConfig | None, output_spec: OutputSpec
 ) -> tuple[ModelSpec, str]:
-    """Return what a foreign server says of batches and how it is asked beside its own clients, and a warning or ""."""
+    """Return the specification with a foreign server's batch limits and request priority, and a warning or ""."""
     config = kserve.ModelConfig() if config is None else config
     max_batch = max(int(config.max_batch_size), 0)
     priority = choose_priority(
@@ -361,11 +360,11 @@ def _with_priority(
 
 
 async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSpec, deadline: float) -> ModelSpec:
-    """Return the model with its present metadata. `known` is what was known so far, the answers' version included."""
+    """Return the model with its current metadata. `known` is the previous one, including the answers' version."""
     request = kserve.ModelMetadataRequest(name=known.name, version=known.named_version)
     meta = await calls.call("ModelMetadata", request, deadline)
     if meta.name and meta.name != known.name:
-        what = f"{calls.endpoint} describes model {quote(meta.name)} where {known.name!r} is asked for"
+        what = f"{calls.endpoint} describes model {quote(meta.name)}, but {known.name!r} is requested"
         raise RequestFailed(FailureKind.REJECTED, what)
     versions = tuple(meta.versions)
     _check_names(calls.endpoint, *versions, *(tensor.name for tensor in (*meta.inputs, *meta.outputs)))
@@ -374,7 +373,7 @@ async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSp
         version = output_spec.version
         versions = (version,) if versions else ()
     elif versions == known.versions and (known.version in versions or not versions):
-        version = known.version  # as answers said: perhaps not the newest, perhaps of a server that lists none
+        version = known.version  # as named by answers: perhaps not the newest, or of a server that lists none
     wanted = [tensor for tensor in meta.outputs if tensor.name in output_spec.outputs]
     batch_rows = _batch_rows(calls.endpoint, known.name, meta.inputs, wanted)
     inputs, outputs = (
@@ -398,7 +397,7 @@ async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSp
 def _batch_rows(endpoint: str, model: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Return the rows that every request must have, 0 for any number: the first size of all tensors, if it is fixed.
 
-    Sizes that are fixed and differ are not rows, so they raise `TeacherLacks`.
+    Fixed sizes that differ are not rows, so they raise `TeacherLacks`.
     """
     first = [tensor.shape[0] if tensor.shape else -1 for tensor in inputs]
     if not first or min(first) < 1:
@@ -410,7 +409,7 @@ def _batch_rows(endpoint: str, model: str, inputs: Sequence[Any], outputs: Seque
 
 
 def is_name(text: str) -> bool:
-    """Return whether this is text that a person could have meant as the name of a model, tensor or version."""
+    """Return whether this is a plausible name of a model, tensor or version."""
     return len(text) <= _LONGEST_NAME and text.isprintable()
 
 
@@ -422,16 +421,16 @@ async def _model_names(calls: ServerCalls, deadline: float, *, ready: bool = Fal
 async def _only_model(calls: ServerCalls, deadline: float) -> str:
     found = await _model_names(calls, deadline, ready=True)
     if not found:  # it may be loading the first one
-        raise RequestFailed(FailureKind.REJECTED, f"{calls.endpoint} serves no model: say which one with model=")
+        raise RequestFailed(FailureKind.REJECTED, f"{calls.endpoint} serves no model: name one with model=")
     if len(found) > 1:
-        raise TeacherLacks(f"{calls.endpoint} serves {listed(found)}: say which one with model=")
+        raise TeacherLacks(f"{calls.endpoint} serves {listed(found)}: name one with model=")
     return found[0]
 
 
 async def _check_model_ready(calls: ServerCalls, model: str, version: str, deadline: float) -> tuple[str, ...]:
-    """Check that the model is ready, in the version that is asked for.
+    """Check that the requested version of the model is ready.
 
-    Returns the versions that the server lists; none where none is asked for.
+    Returns the versions that the server lists; none if none is requested.
     """
     try:
         versions = await _list_versions(calls, model, version, deadline) if version else ()
@@ -441,7 +440,7 @@ async def _check_model_ready(calls: ServerCalls, model: str, version: str, deadl
         unknown = ""
     except UnknownModel as exc:
         unknown = str(exc)
-    # Triton says that a model is not ready also where it has no such model.
+    # Triton reports a model as not ready even if it has no such model.
     try:
         known = await _model_names(calls, deadline)
     except RequestFailed:
@@ -461,48 +460,48 @@ async def _list_versions(calls: ServerCalls, model: str, version: str, deadline:
     versions = tuple(meta.versions)
     if versions and version not in versions:
         has = ", ".join(map(repr, versions))
-        what = f"version {has} of model {model!r}, and version={version!r} is asked for"
+        what = f"version {has} of model {model!r}, but version={version!r} is requested"
         raise RequestFailed(FailureKind.REJECTED, f"{calls.endpoint} has {what}")
     return versions
 
 
 async def _fetch_config(calls: ServerCalls, model: str, deadline: float) -> kserve.ModelConfig | None:
-    """Return a model's configuration, None if the server does not tell it."""
+    """Return a model's configuration, None if the server does not report it."""
     try:
         answer = await calls.call("ModelConfig", kserve.ModelConfigRequest(name=model), deadline)
     except RequestFailed as exc:
         if exc.failure.kind is FailureKind.LOST:
             raise
-        logger.info("%s does not tell the configuration of model %r: %s", calls.endpoint, model, exc)
+        logger.info("%s does not report the configuration of model %r: %s", calls.endpoint, model, exc)
         return None
     config: kserve.ModelConfig = answer.config
     return config
 
 
 def _check_names(endpoint: str, *found: str) -> None:
-    """Check that what goes into logs, labels and caches' names is text that a person could have meant."""
+    """Check that texts for logs, labels and cache names are plausible names."""
     if len(found) > _MOST_NAMES:
         what = f"{endpoint}: its model has {len(found)} inputs and outputs, more than {_MOST_NAMES}"
         raise RequestFailed(FailureKind.REJECTED, what)
     for name in found:
         if not is_name(name):
-            what = f"{endpoint}: its model's metadata has {quote(name)} in it, which cannot be a name or a version"
+            what = f"{endpoint}: its model's metadata contains {quote(name)}, which is not a valid name or version"
             raise RequestFailed(FailureKind.REJECTED, what)
 
 
 def _number(config: kserve.ModelConfig, name: str) -> int:
-    """Return a parameter of a model's configuration, 0 if it is none or no number."""
+    """Return a parameter of a model's configuration, 0 if missing or not a number."""
     text = config.parameters[name].string_value
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
 
 
 def _text(config: kserve.ModelConfig, name: str) -> str:
-    """Return a parameter of a model's configuration, empty if it is none or no name."""
+    """Return a parameter of a model's configuration, empty if missing or not a name."""
     text = str(config.parameters[name].string_value)
     return text if is_name(text) else ""
 
 
 def _newest(versions: Sequence[str]) -> str:
-    """Return the version that a server answers with if it is not told which: for Triton, the highest number."""
+    """Return the version that a server uses by default: for Triton, the highest number."""
     numbers = all(version.isdecimal() and len(version) <= _MOST_DIGITS for version in versions)
     return max(versions, key=int) if versions and numbers else (versions or ("",))[-1]

@@ -1,4 +1,4 @@
-"""Sends requests to a teacher of ours over the tensor channel (`edl.protocol.frames`), which costs a fraction of gRPC.
+"""Sends requests to an EDL teacher over the tensor channel (`edl.protocol.frames`), at a fraction of gRPC's cost.
 
 Answers arrive in any order and are matched by number. The contents of requests and answers are handled elsewhere.
 """
@@ -46,8 +46,8 @@ Done: TypeAlias = Callable[[Body | RequestFailure | None], None]
 """Called once, on the event loop, with the result of a request, or None if it was cancelled."""
 
 _OPEN_S = 2.0  # how long opening may take; behind a firewall that drops packets, each connection waits that long
-_PING_S = 15.0  # a peer that was silent for this long, while something is under way, is asked for a sign of life
-_LOST_S = 30.0  # how long it may be silent
+_PING_S = 15.0  # silence after which a peer with pending requests is pinged
+_LOST_S = 30.0  # silence after which the peer counts as lost
 _LARGEST_ERROR_NBYTES = 64 << 10
 
 
@@ -64,7 +64,7 @@ class _PendingRequest:
 class TensorChannel:
     """An open tensor channel. Used on the event loop.
 
-    Requests have neither a task nor a timer of their own, which would cost a turn of the loop each.
+    Requests have neither their own task nor their own timer, which would cost a loop iteration each.
     """
 
     def __init__(self, sock: Socket, calls: ServerCalls, ids: RequestIds) -> None:
@@ -75,7 +75,7 @@ class TensorChannel:
         self._waiting: dict[int, _PendingRequest] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._pinged_at: float | None = None
-        self.answered = False  # whether it has brought an answer or an error
+        self.answered = False  # whether it has returned an answer or an error
         self._socket = FrameSocket(sock, self._begin, self._take, self._ended)
 
     @property
@@ -86,8 +86,8 @@ class TensorChannel:
     def start(self, header: bytes, raw: Sequence[Buffer], timeout_s: float, done: Done) -> str:
         """Send a request; return its id, for `cancel`.
 
-        `raw`, its tensors, are read until `done` is called. `done` is not called before this returns; it gets LOST if
-        the channel ends.
+        `raw`, the request's tensors, is read until `done` is called. `done` is not called before this returns; it gets
+        LOST if the channel ends.
         """
         request_id = next(self._ids)
         deadline = self._loop.time() + timeout_s
@@ -97,11 +97,11 @@ class TensorChannel:
         return request_id
 
     def cancel(self, request_id: str) -> None:
-        """Tell the server that an answer is no longer wanted. Ignores requests that are done."""
+        """Tell the server that an answer is no longer needed. Ignores completed requests."""
         self._drop(int(request_id, 16), None)
 
     async def infer(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> Body:
-        """Send a request as `start`, and wait for the answer. Cancelling cancels the request.
+        """Send a request like `start`, and wait for the answer. Cancelling cancels the request.
 
         Raises:
             RequestFailed: The request failed; LOST if the channel ends.
@@ -114,13 +114,13 @@ class TensorChannel:
             answer = await future
         finally:
             self.cancel(request_id)
-        if isinstance(answer, RequestFailure):  # as a result: an exception in the future would be a cycle
+        if isinstance(answer, RequestFailure):  # passed as a result: an exception in the future would create a cycle
             raise RequestFailed(answer.kind, answer.message, answer.retry_after_s)
         assert answer is not None, "only this coroutine knows the id"
         return answer
 
     def close(self) -> None:
-        """End the channel; requests under way end with LOST."""
+        """End the channel; pending requests end with LOST."""
         self._socket.close("the connection was closed")
 
     def _drop(self, number: int, failure: RequestFailure | None) -> None:
@@ -134,7 +134,7 @@ class TensorChannel:
     # Time
 
     def _arm_timer(self, due: float) -> None:
-        """Check requests at `due`, or before. Answers do not put it off: they come more often."""
+        """Check requests at `due` or earlier. Answers do not postpone the check, because they are too frequent."""
         due = min(due, self._loop.time() + _PING_S)
         if self._timer is None or due < self._timer.when():
             if self._timer is not None:
@@ -157,15 +157,15 @@ class TensorChannel:
         self._arm_timer(min([request.deadline for request in self._waiting.values()], default=now + _PING_S))
 
     def _look_for_life(self, now: float) -> None:
-        """Ask a peer for a sign of life that is silent while something is under way, and give it up without one."""
+        """Ping a peer that is silent while requests are pending, and close the channel if it stays silent."""
         if self._pinged_at is not None and self._socket.heard_at >= self._pinged_at:
             self._pinged_at = None
         if self._pinged_at is None:
             if now - self._socket.moved_at >= _PING_S / 2:
                 self._pinged_at = now
                 self._socket.send(FrameKind.PING, 0)
-        elif now - max(self._pinged_at, self._socket.moved_at) >= _LOST_S - _PING_S - 1:  # timers come a little early
-            self._socket.close(f"it was silent for {_LOST_S:g} s")
+        elif now - max(self._pinged_at, self._socket.moved_at) >= _LOST_S - _PING_S - 1:  # timers fire a little early
+            self._socket.close(f"the server was silent for {_LOST_S:g} s")
 
     # In
 
@@ -182,7 +182,7 @@ class TensorChannel:
             what = f"an answer of {nbytes:,} bytes, at most {self._max_answer_nbytes:,}: see Options(max_answer_bytes=)"
             request.done(RequestFailure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {what} (request {number:016x})"))
             return False
-        return request is not None  # else its answer is no longer awaited
+        return request is not None  # otherwise nobody waits for its answer any more
 
     def _take(self, kind: int, number: int, body: memoryview) -> None:
         request = self._waiting.pop(number, None)
@@ -218,8 +218,8 @@ async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> 
     """Open a tensor channel to the server that answers `calls`, which must have `names.EXTENSION_CHANNEL`.
 
     Raises:
-        RequestFailed: The server refuses it, cannot be reached there within two seconds, or is not the one that gave
-            out the token.
+        RequestFailed: The server refuses it, cannot be reached within two seconds, or is not the one that issued the
+            token.
     """
     deadline = min(deadline, time.monotonic() + _OPEN_S)
     where = "opening one"
@@ -234,18 +234,18 @@ async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> 
         work = shake_hands(socket.AF_UNIX, where) if path else _connect(host, port, shake_hands)
         sock = await wait_within(work, deadline - time.monotonic())
         channel = TensorChannel(sock, calls, ids)
-        opened.pop()  # the last one, which is used
+        opened.pop()  # does not close the last one, which is used
     except (OSError, asyncio.TimeoutError, ValueError, TypeError, KeyError, ProtocolError) as exc:
         words = str(exc) or f"no answer within {_OPEN_S:g} s"
         raise RequestFailed(FailureKind.LOST, f"{calls.endpoint}: {where}: {words}") from exc
     finally:
-        for each in opened:  # also one whose handshake ended just when this was cancelled
+        for each in opened:  # including one whose handshake ended just as this was cancelled
             each.close()
     return channel
 
 
 async def _connect(host: str, port: int, shake_hands: Callable[[int, Any], Awaitable[Socket]]) -> Socket:
-    """Return a socket to the first address of a host that answers rightly."""
+    """Return a socket to the first address of a host with a successful handshake."""
     error: Exception = OSError(f"{host} has no address")
     loop = asyncio.get_running_loop()
     for family, _, _, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -259,9 +259,9 @@ async def _connect(host: str, port: int, shake_hands: Callable[[int, Any], Await
 async def _shake_hands(
     opened: list[socket.socket], token: bytes, proof: bytes, certificate: bytes, family: int, address: Any
 ) -> Socket:
-    """Return a connection with TLS if there is a certificate, whose SHA-256 this is.
+    """Return a connection, with TLS if there is a certificate with this SHA-256.
 
-    The teacher gave it out over gRPC, where the names and the issuer of the certificate were checked.
+    The teacher sent the hash over gRPC, where the certificate's names and issuer were checked.
     """
     plain = socket.socket(family, socket.SOCK_STREAM)
     opened.append(plain)
@@ -275,15 +275,15 @@ async def _shake_hands(
         sock = TlsSocket(plain, context, serves=False)
         shown = hashlib.sha256(await sock.shake_hands()).digest()
         if not hmac.compare_digest(shown, certificate):
-            raise ProtocolError("it has another certificate than the teacher")
+            raise ProtocolError("its certificate is not the teacher's")
     sock.sendmsg([MAGIC + token])  # a new connection has room for it
     found = await receive_exactly(sock, TOKEN_NBYTES)
     if not found:
         raise ProtocolError(
-            "it closes the connection: too many try to open one, or it is another server, which knows no such token"
+            "it closes the connection: too many are being opened, or a different server, without this token, answers"
         )
     if not hmac.compare_digest(found, proof):
-        raise ProtocolError("it is not the server that gave out the token")
+        raise ProtocolError("this is not the server that issued the token")
     return sock
 
 

@@ -1,12 +1,12 @@
-"""`TeacherClient`, a connection to a teacher that sends requests and receives answers.
+"""`TeacherClient`, the connection to a teacher that sends requests and receives answers.
 
-A request goes to a teacher of ours over the tensor channel, and otherwise as a gRPC call of KServe v2: to every other
-server, and where the channel's port cannot be reached. Its tensors are in shared memory if the server is on this host,
-otherwise in the message. A request that fails in shared memory, which the server may have lost, is sent once more in
-the other way. `ReplyReader` converts answers to labels, and checks model, version, names, types, shapes and NaN. Every
-error is a `RequestFailure` for the dispatcher.
+Requests to an EDL teacher use the tensor channel. Requests to other servers, or if the channel's port cannot be
+reached, are gRPC calls of KServe v2. Tensors are in shared memory if the server is on this host, otherwise in the
+message. A request that fails in shared memory, which the server may have lost, is resent once in a message.
+`ReplyReader` converts answers to labels, and checks model, version, names, types, shapes and NaN. Every error is a
+`RequestFailure` for the dispatcher.
 
-`calls` inspects the server. Retries and the choice of teachers are made elsewhere.
+`calls` inspects the server. Retries and the choice of teachers are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -50,16 +50,15 @@ from edl.quoting import listed, quote
 
 logger = logging.getLogger("edl.distill")
 
-_PLACEHOLDER_ID = "-" * 16  # a server of ours knows a request's header again, if nothing in it is new
+_PLACEHOLDER_ID = "-" * 16  # an EDL server recognizes a request's header if nothing in it is new
 _TRY_AGAIN_S = 30.0  # between two attempts to open a channel
 _ABOUT_REQUEST = (FailureKind.REJECTED, FailureKind.ERROR)
 _MOST_HEADERS = 1024
-"""Number of cached request headers, one for each shape and slot of shared memory."""
+"""Number of cached request headers, one per shape and slot of shared memory."""
 _MOST_ANSWER_HEADERS = 64
-"""Number of answers' headers that are known by their bytes: requests of one shape have one; more would only hold
-memory."""
-_LONGEST_HEADER = 4096  # bytes of an answer's header that is worth remembering
-_FLOATING = ("FP16", "FP32", "FP64", "BF16")  # what `dtype` is about
+"""Number of answer headers recognized by their bytes: requests of one shape have one; more would only use memory."""
+_LONGEST_HEADER = 4096  # bytes of the longest answer header worth remembering
+_FLOATING = ("FP16", "FP32", "FP64", "BF16")  # the types that `dtype` converts
 
 Done: TypeAlias = Callable[[Reply | RequestFailure | None], None]
 """Called once on the event loop with the result of a request, or None if it was cancelled."""
@@ -67,15 +66,15 @@ Done: TypeAlias = Callable[[Reply | RequestFailure | None], None]
 
 @dataclass(eq=False)
 class _Request:
-    """A request without an answer."""
+    """A pending request."""
 
     payload: Payload
     timeout_s: float
     deadline: float  # on the monotonic clock
     done: Done
-    region: str | None = None  # the name of the shared memory that its tensors lie in; None in the message
-    number: str = ""  # on the channel
-    task: asyncio.Task[Reply] | None = None  # for gRPC calls, and for sending it again in another way
+    region: str | None = None  # the name of the shared memory with its tensors; None if they are in the message
+    number: str = ""  # id on the channel
+    task: asyncio.Task[Reply] | None = None  # for gRPC calls and resends
     cancelled: bool = False
 
 
@@ -85,10 +84,10 @@ class TeacherClient:
     Args:
         endpoint: `host:port`, or `unix:` and a path.
         shared_memory: Whether to use shared memory if the teacher is on this host.
-        region_names: Names under which the teacher knows shared memory, from earlier connections too.
+        region_names: Names under which the teacher knows shared memory, including those from earlier connections.
         on_lost: Called with this client and the reason when a request finds the connection lost.
-        authority: `name:port` that the teacher's certificate is checked for; empty if that is the endpoint.
-        over_channel: Whether to open a tensor channel at once, not only later.
+        authority: `name:port` to check the teacher's certificate for; empty for the endpoint.
+        over_channel: Whether to open a tensor channel at once instead of later.
     """
 
     def __init__(
@@ -132,15 +131,15 @@ class TeacherClient:
 
         Raises:
             RequestFailed: LOST if the server cannot be reached or is not ready.
-            TeacherLacks: It lacks the model, does not say which it has, or requires a token that this student lacks.
+            TeacherLacks: It lacks the model, does not list its models, or requires a token that this student lacks.
         """
         deadline = time.monotonic() + timeout_s
         self._calls.authorize()
         spec = await probe_model(self._calls, self.output_spec, deadline)
         if self.output_spec.version and not spec.named_version:
             logger.warning(
-                "%s does not say which version of model %r it has: its labels count as those of version %r, as "
-                "version= names it",
+                "%s does not report its version of model %r: its labels count as those of version %r, as "
+                "set with version=",
                 self.endpoint,
                 spec.name,
                 self.output_spec.version,
@@ -151,10 +150,10 @@ class TeacherClient:
         if names.EXTENSION_CHANNEL in spec.extensions and self._channel is None:
             try:
                 if not self._over_channel:
-                    raise RequestFailed(FailureKind.LOST, f"{self.endpoint}: it ended before the first answer")
+                    raise RequestFailed(FailureKind.LOST, f"{self.endpoint}: the channel ended before the first answer")
                 self._channel = await open_channel(self._calls, self._ids, deadline)
             except RequestFailed as exc:
-                if exc.failure.kind is FailureKind.OVERLOADED:  # as many are open as the server takes
+                if exc.failure.kind is FailureKind.OVERLOADED:  # the server has no room for more channels
                     raise
                 logger.info(
                     "the tensor channel cannot be used, so requests go over gRPC, which is slower: %s",
@@ -165,18 +164,18 @@ class TeacherClient:
 
     @property
     def channel_failed(self) -> bool:
-        """Whether the channel ended before its first answer, as behind a firewall that does not know the protocol."""
+        """Whether the channel ended before its first answer, as behind a firewall that blocks the protocol."""
         return self._channel is not None and self._channel.broken and not self._channel.answered
 
     async def _open_channel_later(self) -> None:
-        """Try again to open a channel, from time to time: what kept it from opening may pass."""
+        """Retry opening a channel from time to time, because the obstacle may be temporary."""
         while self._channel is None:
             await asyncio.sleep(_TRY_AGAIN_S)
             with contextlib.suppress(RequestFailed):
                 self._channel = await open_channel(self._calls, self._ids, math.inf)
 
     async def refresh_spec(self, timeout_s: float, *, must_be_ready: bool = False) -> ModelSpec:
-        """Return the model's present metadata, with `must_be_ready` only if server and model are ready; see `open`."""
+        """Return the model's current metadata; with `must_be_ready`, server and model must be ready; see `open`."""
         deadline = time.monotonic() + timeout_s
         model = kserve.ModelReadyRequest(name=self.spec.name, version=self.spec.named_version)
         checks = [("ServerReady", kserve.ServerReadyRequest()), ("ModelReady", model)] if must_be_ready else []
@@ -186,12 +185,12 @@ class TeacherClient:
         return await fetch_spec(self._calls, self.output_spec, self.spec, deadline)
 
     def start(self, payload: Payload, timeout_s: float, done: Done) -> Callable[[], None]:
-        """Ask for the outputs of `payload`; return a function that cancels the request.
+        """Request the outputs for `payload`; return a function that cancels the request.
 
         `done` is called once, after this returns: with the outputs (read-only [rows, ...], or `TopK` if
         `output_spec.top_k` is set), with a failure, or with None if the request was cancelled.
 
-        Most requests go over the channel without a task of their own, which saves the event loop some turns.
+        Most requests use the channel without their own task, which saves event loop iterations.
         """
         request = _Request(payload, timeout_s, time.monotonic() + timeout_s, done)
         self._requests.add(request)
@@ -200,7 +199,7 @@ class TeacherClient:
         return functools.partial(self._cancel, request)
 
     def retire(self) -> None:
-        """Close the connection once its last request has ended. A new connection goes on using the shared memory."""
+        """Close the connection once its last request has ended. A new connection keeps using the shared memory."""
         self._retired = True
         self._close_if_idle()
 
@@ -253,7 +252,7 @@ class TeacherClient:
             self._channel.cancel(request.number)
 
     def _answered(self, request: _Request, answer: Body | RequestFailure | None) -> None:
-        """Handle an answer from the channel, or send the request in another way if that may succeed."""
+        """Handle an answer from the channel, or resend the request differently if that may succeed."""
         result: Reply | RequestFailure | None
         if isinstance(answer, tuple):
             try:
@@ -262,7 +261,7 @@ class TeacherClient:
                 result = replace(exc.failure, message=f"{exc.failure.message} (request {request.number})")
             except Exception as exc:
                 # End only this request, whatever the error; the channel must survive it.
-                logger.exception("an answer of %s was not understood, in a way not foreseen", self.endpoint)
+                logger.exception("reading an answer of %s failed unexpectedly", self.endpoint)
                 result = RequestFailure(FailureKind.ERROR, f"{self.endpoint}: {type(exc).__name__}: {exc}")
         elif answer is not None and self._may_succeed_otherwise(request, answer):
             self._start_task(request, self._send(request, answer))
@@ -277,13 +276,13 @@ class TeacherClient:
             self._finish(request, task.result())
         elif request.cancelled:
             self._finish(request, None)
-        elif error is None or self._closed:  # gRPC cancels what is under way, and refuses what comes later
+        elif error is None or self._closed:  # gRPC cancels pending calls, and refuses later ones
             closed = RequestFailure(FailureKind.LOST, f"{self.endpoint}: the connection was closed")
             self._finish(request, closed)
         elif isinstance(error, RequestFailed):
             self._finish(request, error.failure)
         else:
-            logger.error("a request to %s failed in a way not foreseen", self.endpoint, exc_info=error)
+            logger.error("a request to %s failed unexpectedly", self.endpoint, exc_info=error)
             words = f"{self.endpoint}: {type(error).__name__}: {error}"
             self._finish(request, RequestFailure(FailureKind.ERROR, words))
 
@@ -299,12 +298,12 @@ class TeacherClient:
             self._closing = asyncio.get_running_loop().create_task(self.close(unregister=False))
 
     async def _send(self, request: _Request, failure: RequestFailure | None = None) -> Reply:
-        """Send a request as a gRPC call, or one whose shared memory the server does not know yet.
+        """Send a request as a gRPC call, or with shared memory that the server does not know yet.
 
-        With `failure`, it has failed in shared memory already. If the teacher has lost the memory, it is registered
-        again once. Otherwise, or if that fails, the tensors are sent in the message.
+        With `failure`, the request has already failed in shared memory. If the teacher has lost the memory, it is
+        registered again once. Otherwise, or if that fails, the tensors are sent in the message.
         """
-        # Once the channel has ended, another server without our regions may be at this address.
+        # Once the channel has ended, a different server without our regions may be at this address.
         is_lost = self._closed or (self._channel is not None and self._channel.broken)
         if failure is None and is_lost:
             raise RequestFailed(
@@ -359,13 +358,13 @@ class TeacherClient:
 
     @staticmethod
     def _may_succeed_otherwise(request: _Request, failure: RequestFailure) -> bool:
-        """Return whether a request may have been refused because of shared memory, so another way may succeed."""
+        """Return whether a request may have been refused because of shared memory, so a resend may succeed."""
         if request.region is None:
             return False
         return failure.kind is FailureKind.REJECTED or is_about_memory(failure, request.region)
 
     def _message(self, request: _Request) -> tuple[bytes, Sequence[codec.Buffer]]:
-        """Return a request's header, without its id, and the tensors that go in the message."""
+        """Return a request's header, without its id, and the tensors to send in the message."""
         payload, region = request.payload, request.region
         key: Any = (payload.inputs, request.timeout_s, payload.traceparent)
         if region is not None and payload.slot is not None:
@@ -383,14 +382,14 @@ class ReplyReader:
     """Reads the answers on one connection. Each method raises `RequestFailed` for an answer that cannot be used."""
 
     def __init__(self, endpoint: str, output_spec: OutputSpec, spec: ModelSpec) -> None:
-        self.spec = spec  # with the version that the last answer named, where any is taken
+        self.spec = spec  # with the version named in the last answer, if any version is accepted
         self._endpoint = endpoint
         self._output_spec = output_spec
         self._checks_nan = names.EXTENSION_NO_NAN not in spec.extensions
         self._headers: dict[bytes, tuple[str, list[tuple[str, str, tuple[int, ...]]]]] = {}
 
     def read(self, answer: Body, payload: Payload, request_id: str = "") -> Reply:
-        """Return the outputs of a request's rows, and their version. The answer may not be to another `request_id`."""
+        """Return the outputs of a request's rows, and their version. An answer to another `request_id` is refused."""
         try:
             version, arrays = self._arrays(*answer, request_id)
             sent = payload.rows + payload.padding
@@ -398,7 +397,7 @@ class ReplyReader:
             if payload.padding:
                 outputs = {name: output[: payload.rows] for name, output in outputs.items()}
             return Reply(outputs, version)
-        except (ProtocolError, SettingsError) as exc:  # SettingsError: arrays that do not make top-k labels
+        except (ProtocolError, SettingsError) as exc:  # SettingsError: arrays that are not valid top-k labels
             raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}") from exc
 
     def unusable(self, what: str) -> RequestFailed:
@@ -406,17 +405,17 @@ class ReplyReader:
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{self._endpoint} (model {self.spec.name!r}): {what}")
 
     def rows_hint(self, rows: int) -> str:
-        """Return what to do if a request had more rows than a foreign server takes, which need not say how many."""
+        """Return a hint in case a request had more rows than a foreign server takes, which may not report its limit."""
         if self.spec.is_edl or rows < 2:
             return ""
-        return f"; if the model takes fewer than {rows} rows, say so with set_teacher_batch_size (batch_rows=)"
+        return f"; if the model takes fewer than {rows} rows, lower set_teacher_batch_size (batch_rows=)"
 
     def _arrays(self, header: bytes, raw: list[memoryview], request_id: str) -> tuple[str, dict[str, Array]]:
         known = self._headers.get(header)
         if known is None:
             message = codec.RESPONSE.parse(header)
             if request_id and message.id not in ("", request_id):
-                raise self.unusable(f"its answer is to request {quote(message.id)}, and {request_id!r} was asked")
+                raise self.unusable(f"its answer is to request {quote(message.id)}, not {request_id!r}")
             self._check_model(message.model_name)
             version = self._version(message.model_version)
             self._check_outputs(message.outputs)
@@ -427,13 +426,13 @@ class ReplyReader:
                 }
             specs = [(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in message.outputs]
             known = version, specs
-            if self.spec.is_edl:  # answers of ours to requests of one shape have one header, without an id of their own
+            if self.spec.is_edl:  # EDL's answers to requests of one shape share a header, without an id
                 if len(self._headers) >= _MOST_ANSWER_HEADERS or len(header) > _LONGEST_HEADER:
                     self._headers.clear()
                 self._headers[header] = known
         version, specs = known
         if version and version != self.spec.version:
-            self._version(version)  # a server that went back to a version that it had before
+            self._version(version)  # the server may have returned to an earlier version
         if len(raw) != len(specs):
             raise ProtocolError(f"{len(specs)} outputs with {len(raw)} raw contents")
         return version, {
@@ -442,20 +441,20 @@ class ReplyReader:
         }
 
     def _check_model(self, named: str) -> None:
-        """Check that an answer is of the model that is asked for; some servers do not say."""
+        """Check that an answer is from the requested model; some servers do not name it."""
         if not named or named == self.spec.name:
             return
-        what = f"it answers for model {quote(named)}, and {self.spec.name!r} is asked for"
-        if self.spec.is_edl:  # another server has taken the address: a new connection tells what it has
+        what = f"it answers for model {quote(named)}, but {self.spec.name!r} is requested"
+        if self.spec.is_edl:  # another server has taken over the address: a new connection inspects it
             raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: {what}")
         raise self.unusable(what)
 
     def _check_outputs(self, outputs: Iterable[kserve.ModelInferResponse.InferOutputTensor]) -> None:
-        """Check that outputs differ in name, and are of the types that the model's metadata say."""
+        """Check that outputs have distinct names and the types in the model's metadata."""
         found: set[str] = set()
         for tensor in outputs:
             if tensor.name in found:
-                raise self.unusable(f"output {quote(tensor.name)} is in its answer twice")
+                raise self.unusable(f"output {quote(tensor.name)} appears twice in its answer")
             found.add(tensor.name)
             spec, dtype = self.spec.outputs.get(tensor.name), self._output_spec.dtype
             described = spec.datatype if spec is not None else ""
@@ -464,26 +463,26 @@ class ReplyReader:
                 raise self.unusable(f"output {tensor.name!r} is {quote(tensor.datatype)}, not {described!r}")
 
     def _version(self, named: str) -> str:
-        """Return the version that an answer is of, by the version that it names; empty if that cannot be known.
+        """Return an answer's version, given the version that it names; empty if unknown.
 
-        gRPC connects again by itself, perhaps to a server that took the address of the former; and a foreign server may
-        load another version while it serves, or have several. Our own say the same here as in their metadata.
+        gRPC reconnects by itself, perhaps to a server that took over the address, and a foreign server may load a new
+        version while it serves, or have several. EDL's own servers name the same version here as in their metadata.
         """
         asked, expected = self._output_spec.version, self.spec.version
-        unnamed = not named and not self.spec.versions and bool(asked)  # `version=` stands for it
+        unnamed = not named and not self.spec.versions and bool(asked)  # `version=` replaces it
         if self.spec.is_edl and named != expected and not unnamed:
-            what = f"{self._endpoint} has version {named!r} of its model now, and had {expected!r}"
+            what = f"{self._endpoint} now has version {named!r} of its model instead of {expected!r}"
             raise RequestFailed(FailureKind.LOST, what)
         if asked:
             if named != expected and (named or self.spec.version_required):
                 what = f"it answers with version {named!r}" if named else "its answer names no version, of several"
-                raise self.unusable(f"{what}, and version={expected!r} is asked for")
+                raise self.unusable(f"{what}, but version={expected!r} is requested")
             return expected
         if not named:
             return expected if len(self.spec.versions) == 1 else ""
         if named != expected:
             if not is_name(named):
-                raise self.unusable(f"it answers with version {quote(named)}, which is none")
+                raise self.unusable(f"it answers with an invalid version {quote(named)}")
             self.spec = replace(self.spec, version=named)
         return named
 
@@ -494,9 +493,9 @@ class ReplyReader:
         ids_name, values_name, tail_name = names.top_k_names(name)
         if ids_name not in found:
             whole = self._checked(name, found, rows)
-            if self.spec.max_top_k:  # which sends an output whole if it is not a distribution over classes
+            if self.spec.max_top_k:  # it sends an output whole if that is not a distribution over classes
                 return whole
-            # The server knows nothing of top-k: do it here.
+            # The server does not support top-k: do it here.
             return top_k(whole, min(k, whole.shape[-1]), self._output_spec.temperature)
         width = self.spec.outputs[name].shape[-1] if name in self.spec.outputs else -1
         return TopK(

@@ -1,6 +1,6 @@
-"""The tensors of one request in the types that the model takes, and the request's header as bytes.
+"""The tensors of one request in the model's types, and the request's header as bytes.
 
-A value that the model's type cannot hold is a `SourceError`: what the teacher labels is what the source gave.
+A value that the model's type cannot hold raises `SourceError`: the teacher must label exactly the source's data.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from edl.protocol.tensors import Array
 
 
 def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the fields that the model wants, in the types that it wants.
+    """Return the fields that the model needs, in its types.
 
-    A field that is missing, of another shape, or not the same in the model's type is a `SourceError`.
+    Raises `SourceError` if a field is missing, has the wrong shape, or would change in the model's type.
     """
     if not spec.inputs:
         return dict(fields)
@@ -50,7 +50,7 @@ def _as_wanted(array: Array, wanted: TensorMetadata, model: str) -> Array:
     dtype, kind = tensors.dtype_of(wanted.datatype), array.dtype.kind  # float32 for BF16
     if not to_bfloat16 and (array.dtype == dtype or (dtype.kind == "O" and kind in "SUO")):
         return array
-    # Whole numbers go by their values: numpy has no cast from signed to unsigned, of which 7 would need no warning.
+    # Whole numbers are checked by value, because numpy has no safe cast from signed to unsigned, even for 7.
     whole = kind in "iu" and dtype.kind in "iu"
     what = f"is {array.dtype}"
     if kind in "iuf" if to_bfloat16 else dtype.kind != "O" and (whole or np.can_cast(array.dtype, dtype, "same_kind")):
@@ -67,9 +67,9 @@ def _as_wanted(array: Array, wanted: TensorMetadata, model: str) -> Array:
 
 
 def _to_bfloat16(array: Array) -> Array:
-    """Numbers [rows, ...] as bfloat16 of dtype `BFLOAT16`; what is too large is infinite.
+    """Return numbers [rows, ...] as bfloat16 of dtype `BFLOAT16`; too large ones become infinite.
 
-    Rounded as float32 to the nearest, ties to even, as torch does.
+    Values are rounded from float32 to the nearest, ties to even, like torch.
     """
     single = np.ascontiguousarray(array, "<f4").reshape(array.shape)
     bits = single.view("<u4")
@@ -82,8 +82,8 @@ def _to_bfloat16(array: Array) -> Array:
 def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
     """Return the first value that a conversion to a datatype changed, None if there is none.
 
-    Floating-point numbers may lose the digits that the smaller type does not have, to the last of numbers that are too
-    small for it; but none may become infinite.
+    Floating-point numbers may lose digits that the smaller type cannot hold, even all of them if too small for it, but
+    none may become infinite.
     """
     # numpy calls 64-bit integers safe in FP64, which has 53 bits for them.
     large = array.dtype.kind in "iu" and array.dtype.itemsize == 8
@@ -91,7 +91,7 @@ def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
     if not array.size or safe:
         return None
     if array.dtype.kind == "f":
-        # Either extreme is infinite if any value is; NaN in them hides the others, and calls for the closer look.
+        # Either extreme is infinite if any value is; NaN hides the others, which requires a closer check.
         if np.isfinite([converted.min(), converted.max()]).all():
             return None
         changed = np.isinf(converted) & ~np.isinf(array)
@@ -100,8 +100,8 @@ def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
         if -exact <= int(array.min()) and int(array.max()) <= exact:
             return None
         wide = converted.astype(np.float64)
-        # Beyond that, every second or fourth number is exact. numpy compares 64-bit integers as if they were float64,
-        # which has 53 bits for them; Python compares exactly.
+        # Beyond that, only every second or fourth number is exact. numpy compares 64-bit integers as float64, which has
+        # 53 bits for them; Python compares exactly.
         changed = wide.astype(object) != array.astype(object) if large else wide != array
     else:
         low, high = np.iinfo(converted.dtype).min, np.iinfo(converted.dtype).max
@@ -116,15 +116,15 @@ def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
 class Payload:
     """The input tensors of a request, ready to send to any teacher of a service."""
 
-    rows: int  # to be labelled
+    rows: int  # number of rows to label
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
-    # the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent, not ahead
-    # of time, so that the few messages under way use the same, warm memory over and over.
+    # the user's own arrays, or views of a slot of shared memory. A message is built from them only when it is sent, so
+    # that the few messages in flight reuse the same warm memory.
     raw: Sequence[codec.Buffer]
     slot: ShmSlot | None = None  # shared memory that holds `raw`; None without
-    traceparent: str = ""  # that of `tracing.current_traceparent`
+    traceparent: str = ""  # from `current_traceparent`
     longest_sequence: int = 0  # rows of the longest sequence, 0 if the rows are not sequences
-    padding: int = 0  # rows behind those to be labelled, copies of the last one, for a model of a fixed batch size
+    padding: int = 0  # rows after those to label, copies of the last one, for a model with a fixed batch size
 
     @property
     def nbytes(self) -> int:
@@ -135,9 +135,9 @@ class Payload:
     def of(
         cls, arrays: Mapping[str, Array], arena: Arena | None, *, copy: bool = False, batch_rows: int = 0
     ) -> Payload:
-        """Take in arrays [rows, ...]. With an arena, they are copied into its shared memory, if it has room.
+        """Return a payload of arrays [rows, ...]. With an arena, they are copied into its shared memory if they fit.
 
-        `arena`: shared memory, None without. `batch_rows`: to which fewer rows are padded.
+        `arena`: shared memory, or None. `batch_rows`: number of rows to pad to, if there are fewer.
         """
         rows = next(iter(arrays.values())).shape[0]
         padding = max(batch_rows - rows, 0)
@@ -174,7 +174,7 @@ def _to_raw(name: str, array: Array) -> codec.Buffer:
 def request_header(
     output_spec: OutputSpec, spec: ModelSpec, payload: Payload, *, region: str | None, timeout_s: float
 ) -> bytes:
-    """Return a serialized ModelInferRequest with everything but its id and raw tensors.
+    """Return a serialized ModelInferRequest without its id and raw tensors.
 
     `region` is the name under which the server knows the payload's shared memory; None to send raw tensors.
     """

@@ -22,10 +22,10 @@ from edl.settings import is_above_zero, is_count
 Priority = Literal["auto", "lowest", "default"] | int
 
 _WORDS: Final = ("auto", "lowest", "default")
-_MOST_LEVELS: Final = 2**32  # Triton keeps levels in 32 bits; a larger number cannot be a configuration
+_MOST_LEVELS: Final = 2**32  # Triton stores levels in 32 bits; a larger number is not a valid configuration
 _SHARE: Final = 16
-"""Rows of a borrowing request, as a share of the model's largest batch. Measured with a model whose time grows with its
-rows: with an eighth the p99 of the server's own clients was 1.3 times that without us, with a sixteenth 1.1 times."""
+"""Rows of a borrowing request, as a share of the model's largest batch. For a model whose time grows with its rows, an
+eighth raised the p99 of the server's own clients to 1.3 times that without us, a sixteenth to 1.1 times."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class RequestPriority:
     """The priority of requests to a model, and limits on their size and number."""
 
     level: int = 0  # the parameter of requests; 0 for none
-    max_rows: int = 0  # most rows of a request, 0 for no limit of this kind
-    max_in_flight: int = 0  # most requests in flight, 0 for no limit of this kind
-    warning: str = ""  # what a person should know, empty if there is nothing
+    max_rows: int = 0  # most rows per request, 0 for no limit from priority
+    max_in_flight: int = 0  # most requests in flight, 0 for no limit from priority
+    warning: str = ""  # a warning for the user, or empty
 
 
 def check_priority(priority: object) -> None:
     """Check that a value is a priority."""
     number = isinstance(priority, int) and not isinstance(priority, bool) and 1 <= priority < _MOST_LEVELS
     if not number and not (isinstance(priority, str) and priority in _WORDS):
-        raise SettingsError(f"priority={priority!r}: must be 'lowest', 'default', 'auto', or a level from 1 on")
+        raise SettingsError(f"priority={priority!r}: must be 'lowest', 'default', 'auto', or a level from 1 up")
 
 
 def parse_priority(text: str) -> Priority:
-    """Return a priority from text, such as an option's or that of a registration."""
+    """Parse a priority from text, such as an option or a registration."""
     value: object = int(text) if text.isascii() and text.isdigit() and len(text) < 11 else text
     check_priority(value)
     return value  # type: ignore[return-value]
@@ -55,12 +55,12 @@ def parse_priority(text: str) -> Priority:
 def choose_priority(
     wanted: Priority, *, supported: bool, levels: int, max_batch: int, instances: int
 ) -> RequestPriority:
-    """Return how a model is asked.
+    """Return the priority of requests to a model.
 
-    `wanted`: "auto" for the lowest level where the model has levels, and nothing else; "lowest" to borrow the
-    server from its own clients, with few rows and few requests at a time; "default" to be a client like others; or
-    a level. `levels`: `dynamic_batching.priority_levels` of the model's configuration, 0 if unknown. `max_batch`:
-    the most rows that the model takes at once, 0 if unknown. `instances`: of the model, 0 if unknown.
+    `wanted`: "auto" for the lowest level if the model has levels, else no priority; "lowest" to borrow the server from
+    its own clients, with few rows and few requests at a time; "default" to be an ordinary client; or a level. `levels`:
+    `dynamic_batching.priority_levels` of the model's configuration, 0 if unknown. `max_batch`: the most rows that the
+    model takes at once, 0 if unknown. `instances`: number of model instances, 0 if unknown.
     """
     levels = min(levels, _MOST_LEVELS - 1) if supported and levels > 1 else 0
     if wanted == "default":
@@ -70,10 +70,10 @@ def choose_priority(
     if isinstance(wanted, int):
         if not levels:
             return RequestPriority(warning=f"it has no priority levels: priority={wanted} has no effect")
-        beyond = f"it has {levels} priority levels, and priority={wanted} is asked for: {levels} is used"
+        beyond = f"it has {levels} priority levels, but priority={wanted} is requested: {levels} is used"
         return RequestPriority(min(wanted, levels), warning=beyond if wanted > levels else "")
-    warning = "" if levels else "it has no priority levels: its own clients wait behind requests of ours that are there"
-    # An instance is left to the server's own clients where there are several.
+    warning = "" if levels else "it has no priority levels: its own clients wait behind our pending requests"
+    # One of several instances is left to the server's own clients.
     rows = max(1, max_batch // _SHARE) if max_batch else 0
     return RequestPriority(levels, rows, max(1, instances - 1), warning)
 
@@ -85,11 +85,11 @@ class Reply(NamedTuple):
     """A teacher's answer."""
 
     outputs: Outputs  # arrays [rows, ...] or `TopK` by name
-    version: str  # of the model that answered; empty if the server does not say
+    version: str  # of the model that answered; empty if the server does not report it
 
 
 def check_version(version: object) -> None:
-    """Check that a version is a string: 2 is not "2" in a cache, nor on the wire."""
+    """Check that a version is a string: 2 and "2" differ in a cache and on the wire."""
     if not isinstance(version, str):
         raise SettingsError(f"version={version!r}: must be a string, such as {str(version)!r}; empty for any")
 
@@ -100,14 +100,14 @@ class OutputSpec:
 
     outputs: tuple[str, ...]  # names of the model's outputs
     model: str = ""  # the model's name in KServe v2 requests; empty for the only model of the server
-    top_k: int | None = None  # deliver the k largest logits of a row as `TopK`, None for whole outputs
-    temperature: float = 1.0  # at which the tail's mass is summed up with `top_k`
-    # "float16" or "float32" for floating-point outputs, None as the model gives them
+    top_k: int | None = None  # deliver the k largest logits per row as `TopK`, None for whole outputs
+    temperature: float = 1.0  # at which `top_k` sums up the tail's mass
+    # "float16" or "float32" for floating-point outputs, None for the model's own
     dtype: Literal["float16", "float32"] | None = None
-    # labels of this version of the model only; empty for the version that a server answers with by itself
+    # only labels of this model version; empty for the server's default version
     version: str = ""
-    priority: Priority = "auto"  # with which servers are asked that have priorities; see `edl.distill.transport.schema`
-    tokenizer: str = ""  # hash of the student's tokenizer, which teachers must have as well; empty for any
+    priority: Priority = "auto"  # of requests to servers with priorities; see `edl.distill.transport.schema`
+    tokenizer: str = ""  # hash of the student's tokenizer, which teachers must share; empty for any
 
     def __post_init__(self) -> None:
         check_version(self.version)
@@ -115,7 +115,7 @@ class OutputSpec:
         if not self.outputs or not all(isinstance(name, str) and name for name in self.outputs):
             raise SettingsError(f"outputs {self.outputs!r}: name at least one output of the teacher")
         if len(set(self.outputs)) < len(self.outputs):
-            raise SettingsError(f"outputs {self.outputs!r}: a name comes twice")
+            raise SettingsError(f"outputs {self.outputs!r}: a name appears twice")
         if self.top_k is not None and not is_count(self.top_k):
             raise SettingsError(f"top_k={self.top_k!r}: must be a whole number of at least 1, or None")
         if not is_above_zero(self.temperature) or self.temperature == float("inf"):
@@ -127,19 +127,19 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class TensorMetadata:
-    """An input or output of a model, as KServe v2's metadata describe it."""
+    """An input or output of a model, as described by KServe v2 metadata."""
 
     name: str  # of the tensor
     datatype: str  # KServe's name, such as FP32
     shape: tuple[int, ...]  # without the rows; -1 is any size
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether a row of this shape is as the model says."""
+        """Return whether a row of this shape matches the metadata."""
         return shapes_match(self.shape, shape)
 
 
 def shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
-    """Return whether two shapes may be equal, where -1 is any size."""
+    """Return whether two shapes may be equal; -1 is any size."""
     return left == right or (
         len(left) == len(right) and all(a == b or -1 in (a, b) for a, b in zip(left, right, strict=True))
     )
@@ -147,44 +147,44 @@ def shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A teacher's model, as its server's metadata and configuration say, and how the server is asked for it."""
+    """A teacher's model, from its server's metadata and configuration, and the parameters of requests to it."""
 
     name: str
-    # the version that is asked for, or whose answers are expected: the newest, until an answer says another. Empty if
-    # the server does not say.
+    # the requested or expected version: the newest, until an answer names a different one. Empty if the server does not
+    # report it.
     version: str
     inputs: Mapping[str, TensorMetadata]  # by name. Empty if the server does not say.
     outputs: Mapping[str, TensorMetadata]  # by name. Empty if the server does not say.
     max_rows: int = 0  # most rows in a request, 0 if the server does not say
     batch_rows: int = 0  # rows that every request must have, 0 for any number
-    max_nbytes: int = 0  # of the tensors of a request, 0 without a limit
-    # all that the server has; where a version is asked for, only that, or none if the server lists none
+    max_nbytes: int = 0  # of a request's tensors, 0 without a limit
+    # all of the server's versions; if one is requested, only that, or none if the server lists none
     versions: tuple[str, ...] = ()
-    max_in_flight: int = 0  # most requests in flight, 0 if that is for the student to choose
-    sequences: str = ""  # the input whose 0 begins a sequence, if rows belong to sequences; else empty
-    max_top_k: int = 0  # the largest k of `TopK` answers, where whole outputs are never sent; else 0
+    max_in_flight: int = 0  # most requests in flight, 0 if the student chooses
+    sequences: str = ""  # the input that is 0 at the start of a sequence, if rows belong to sequences; else empty
+    max_top_k: int = 0  # the largest k of `TopK` answers, if whole outputs are never sent; else 0
     max_sequence: int = 0  # most rows of a sequence, 0 if the server does not say
     tokenizer: str = ""  # hash of its tokenizer, empty if the server does not say
     weights_version: str = ""  # the version, if the server says that it is a hash of weights and code; else empty
     extensions: frozenset[str] = frozenset()  # of the server
-    named_version: str = ""  # in requests: the one that is asked for, if the server lists any
-    version_required: bool = False  # whether an answer that names no version may be of another than was asked for
+    named_version: str = ""  # in requests: the requested one, if the server lists any
+    version_required: bool = False  # whether an answer without a version may be from a different version than requested
     priority: int = 0  # of requests; 0 for none
-    uncast_outputs: tuple[str, ...] = ()  # that `dtype` is not about: log-probabilities of tokens that were asked for
+    uncast_outputs: tuple[str, ...] = ()  # not converted to `dtype`: log-probabilities of requested tokens
 
     @property
     def is_edl(self) -> bool:
-        """Whether the server is one of ours."""
+        """Whether the server is EDL's."""
         return names.DTYPE in self.extensions
 
 
 NO_BATCH_REMEDY: Final = (
     "the first dimension of its tensors must be the number of rows, -1 for any number (Triton: max_batch_size). If it "
-    "is a fixed number, your source must yield rows of the other dimensions; set_teacher_batch_size (batch_rows) helps "
-    "only where a model takes fewer rows than it says"
+    "is fixed, your source must yield rows of the other dimensions; set_teacher_batch_size (batch_rows) helps "
+    "only if a model takes fewer rows than it reports"
 )
 
 
 def kserve_datatype(dtype: Literal["float16", "float32"]) -> str:
-    """Return KServe's name of a dtype that is asked for."""
+    """Return KServe's name of a requested dtype."""
     return "FP16" if dtype == "float16" else "FP32"

@@ -1,4 +1,4 @@
-"""Shared memory into which a student writes its inputs once, and from which teachers on the same host read them.
+"""Shared memory to which a student writes its inputs once, and from which teachers on the same host read them.
 
 An `Arena` hands out slots of POSIX shared memory and takes them back. Slots are reused, so their pages are faulted in
 only once. The file of a region stays locked while this process, or a child that it forked, has it mapped. So a locked
@@ -36,9 +36,9 @@ logger = logging.getLogger("edl.distill")
 
 SHM_FOLDER = Path("/dev/shm")
 _SLOTS_PER_REGION = 8
-"""Slots of a file: few registrations at a teacher, without much memory that no request needs."""
+"""Slots per file: few registrations at a teacher, without much unused memory."""
 _PAGE = 4096
-"""Bytes to which slots are rounded: requests of nearly the same size share slots, aligned for any dtype."""
+"""Slot sizes are multiples of this, so that similar requests share slots, aligned for any dtype."""
 _NAME = re.compile(names.LOCKED_MEMORY + r"\d+-[0-9a-f]+")
 
 
@@ -74,7 +74,7 @@ class ShmRegion:
 
 
 class ShmSlot(NamedTuple):
-    """`nbytes` bytes at `offset` of `region`; the owner's alone until given back."""
+    """`nbytes` bytes at `offset` of `region`; exclusive to its owner until given back."""
 
     region: ShmRegion
     offset: int
@@ -99,7 +99,7 @@ class Arena:
         _sweep()
 
     def take(self, nbytes: int) -> ShmSlot | None:
-        """Return a slot of at least `nbytes`; None where the limit or the machine's shared memory is used up."""
+        """Return a slot of at least `nbytes`; None if the limit or the machine's shared memory is used up."""
         size = max(-(-nbytes // _PAGE), 1) * _PAGE
         with self._lock:
             if self._closed:
@@ -134,7 +134,7 @@ class Arena:
         except OSError as exc:
             if not self._said:
                 self._said = True
-                logger.info("no shared memory for teachers on this host, what it lacks room for is sent: %s", exc)
+                logger.info("no shared memory for teachers on this host; sending tensors in messages: %s", exc)
             return False
         self._regions.append(region)
         self._free.setdefault(size, []).extend(ShmSlot(region, index * size, size) for index in range(slots))
@@ -142,8 +142,8 @@ class Arena:
 
 
 def _sweep() -> None:
-    """Remove what killed processes of this user left behind."""
-    with contextlib.suppress(OSError):  # what cannot be swept now, the next reader sweeps
+    """Remove files left by killed processes of this user."""
+    with contextlib.suppress(OSError):  # the next reader sweeps the rest
         for path in SHM_FOLDER.iterdir():
             if _NAME.fullmatch(path.name):
                 with contextlib.suppress(OSError):
@@ -154,7 +154,7 @@ def _remove_abandoned(path: Path) -> None:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if os.fstat(file).st_uid == os.geteuid():
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while its owner lives
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its owner is alive
             path.unlink()
     finally:
         os.close(file)
@@ -162,17 +162,17 @@ def _remove_abandoned(path: Path) -> None:
 
 _UNREGISTER_S = 0.5
 """How long closing a connection waits for the teacher to unregister memory. EDL's own server sweeps the rest later."""
-_UNREGISTER_AGAIN_S = 0.02  # Triton refuses while it computes a request in the region, which takes about as long
+_UNREGISTER_AGAIN_S = 0.02  # Triton refuses while it computes a request in the region, for about this long
 
 RegionNames = dict[str, str]
-"""By the region's own name in /dev/shm: under which name a teacher knows it."""
+"""A teacher's name for each region, by the region's own name in /dev/shm."""
 
 
 class ShmRegistrations:
     """Registrations of a connection, on the event loop.
 
-    A name is random, so that only its holder can name the memory, and differs from teacher to teacher, so that two
-    which share a server do not take each other's away. `names` are those of earlier connections too.
+    A name is random, so that only its holder can refer to the memory, and differs by teacher, so that two that share a
+    server do not remove each other's. `names` includes those of earlier connections.
     """
 
     def __init__(self, call: Callable[[str, Any, float], Awaitable[Any]], endpoint: str, names: RegionNames) -> None:
@@ -183,15 +183,15 @@ class ShmRegistrations:
         self._registering = asyncio.Lock()
 
     def name_of(self, region: ShmRegion) -> str | None:
-        """Return the name under which the teacher knows a region, None if it does not."""
+        """Return the teacher's name for a region, None if it does not know the region."""
         return self._known.get(region.name)
 
     async def register(self, region: ShmRegion, deadline: float, lost: str | None = None) -> str | None:
-        """Tell the teacher of a region, once, and return the name under which it knows it.
+        """Register a region with the teacher, once, and return the teacher's name for it.
 
-        If the teacher said that it does not know the name `lost`, register the region under another one: once, however
-        many requests hear that. The result is None if the teacher cannot have it, because it runs in another container,
-        say. Raises `RequestFailed`, LOST, if the teacher cannot be reached.
+        If the teacher no longer knows the name `lost`, register the region under a new one: once, however many requests
+        find this out. Returns None if the teacher cannot use the region, for example because it runs in a different
+        container. Raises `RequestFailed`, LOST, if the teacher cannot be reached.
         """
         async with self._registering:
             known = self._known.get(region.name)
@@ -201,10 +201,10 @@ class ShmRegistrations:
                 logger.info("%s has lost shared memory of this student; registering it again", self._endpoint)
                 self._known.pop(region.name, None)
                 self._names.pop(region.name, None)
-                with contextlib.suppress(RequestFailed):  # if it does know it, it need not keep it
+                with contextlib.suppress(RequestFailed):  # unregister it in case the teacher still knows it
                     await self._unregister(lost, deadline)
             name = self._names.setdefault(region.name, f"edl-{secrets.token_hex(12)}")
-            # The key is the name as shm_open wants it.
+            # The key is the name for shm_open.
             request = kserve.SystemSharedMemoryRegisterRequest(
                 name=name, key=f"/{region.name}", byte_size=region.nbytes
             )
@@ -214,13 +214,13 @@ class ShmRegistrations:
                 if exc.failure.kind is FailureKind.LOST:
                     raise
                 if not _is_known_already(exc):
-                    logger.info("%s does not take shared memory: %s", self._endpoint, exc)
+                    logger.info("%s does not accept shared memory: %s", self._endpoint, exc)
                     return None
             self._known[region.name] = name
             return name
 
     async def close(self) -> None:
-        """Unregister all memory from the teacher, as far as it answers within half a second."""
+        """Unregister all memory from the teacher, if it answers within half a second."""
         names = list(self._known.values())
         self._known = {}
         self._names.clear()
@@ -244,9 +244,9 @@ class ShmRegistrations:
 
 
 def is_about_memory(failure: RequestFailure, name: str) -> bool:
-    """Return whether a request may have failed because the teacher lost the region `name`, and not for what it asks.
+    """Return whether a request may have failed because the teacher lost the region `name`.
 
-    Servers use various codes, but say what it is about: "Unable to find shared memory region: 'edl-…'" (Triton).
+    Servers use various codes, but mention the cause: "Unable to find shared memory region: 'edl-…'" (Triton).
     """
     words = failure.message.lower()
     if failure.kind is FailureKind.LOST:  # a request for a missing model has the same status code
@@ -255,6 +255,6 @@ def is_about_memory(failure: RequestFailure, name: str) -> bool:
 
 
 def _is_known_already(exc: RequestFailed) -> bool:
-    """Return whether the name is registered, by this student on a connection before: it is known to no other."""
+    """Return whether the name is registered: by this student on an earlier connection, since nobody else knows it."""
     cause = exc.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.ALREADY_EXISTS

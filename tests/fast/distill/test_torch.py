@@ -264,7 +264,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DistillReader, {**READ, "teachers": "a", "route": 1}, "needs the teachers for each value"),
     (DistillReader, {**READ, "teachers": {"a": "b"}}, "name the field with route="),
     (DistillReader, {**READ, "teachers": {"a": [Teachers("b")]}, "route": 0}, "an ensemble cannot be"),
-    (DistillReader, {**READ, "teachers": {"a": "b"}, "route": 0, "combine": "mean"}, "leave combine out"),
+    (DistillReader, {**READ, "teachers": {"a": "b"}, "route": 0, "combine": "mean"}, "omit combine"),
     (lambda: DistillReader(**READ, teachers={"a": "b"}, route=0).set_fixed_teacher("c:1"), {}, "with route="),
     (lambda: DistillReader(**READ).set_fixed_teacher("c:1").set_dynamic_teacher(None, "s"), {}, r"already set \(c:1\)"),
     (lambda: DistillReader(**READ).set_fixed_teacher("localhost"), {}, r"expected host:port.*Teachers\(service"),

@@ -132,7 +132,7 @@ def test_one_version_for_all_workers(make_run: Callable[..., Run], tmp_path: Pat
         other = run.start_as([*arguments, "--timeout", "5"])
         assert other.wait() == 1
         older.resume()
-        assert "has version '2' of model 'm', and version='1' is asked for" in other.err
+        assert "has version '2' of model 'm', but version='1' is requested" in other.err
     assert first.wait() == 0, first.err
     with SoftLabelCache(0, run.folder / "labels") as cache:
         assert [key.version for key in cache.keys()] == ["1"]  # noqa: SIM118

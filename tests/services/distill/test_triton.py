@@ -159,7 +159,7 @@ def test_own_clients_are_served_beside(
 ) -> None:
     server = start_online(triton, QUICK)
     with student(server.endpoint, 9) as rows, tritonclient.InferenceServerClient(server.endpoint) as client:
-        assert "it has 2 priority levels, and priority=9 is asked for: 2 is used" in caplog.text
+        assert "it has 2 priority levels, but priority=9 is requested: 2 is used" in caplog.text
         x = tritonclient.InferInput("x", [1, 4], "FP32")
         for number in range(20):
             x.set_data_from_numpy(np.full((1, 4), number, np.float32))

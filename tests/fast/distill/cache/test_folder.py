@@ -251,7 +251,7 @@ def test_what_is_no_folder_of_labels_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match=r"files.* has format 1, not 3: another release"):
             call()
     (tmp_path / "files" / "labels.sqlite").write_bytes(b"text" * 1000)
-    with pytest.raises(SettingsError, match=r"is damaged .*delete the folder"):
+    with pytest.raises(SettingsError, match=r"is damaged .*delete this one"):
         SoftLabelCache(0, tmp_path / "files")
 
 
@@ -293,7 +293,9 @@ def test_several_folders_are_read_together(tmp_path: Path) -> None:
         load_labels([parts[0], tmp_path / "d"])
     with SoftLabelCache(0, parts[2]) as cache:
         cache.view(KEY).put([9], {"logits": np.zeros((1, 4), np.float32)})
-    with pytest.raises(SettingsError, match=r"c' are 'logits' float32 \[4\], but in the folders before it 'logits' float32 \[100\]"):
+    with pytest.raises(
+        SettingsError, match=r"c' are 'logits' float32 \[4\], but in the folders before it 'logits' float32 \[100\]"
+    ):
         load_labels(parts)
     put(tmp_path / "e", [1], OTHER)
     with pytest.raises(SettingsError, match="several keys"):

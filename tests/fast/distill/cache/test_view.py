@@ -56,7 +56,7 @@ def test_missing_rows_are_filled_in(cache: SoftLabelCache) -> None:
     with pytest.raises(SettingsError, match="2 rows"):
         found.filled({"logits": labels[:3]})
     # What does not fit is refused.
-    with pytest.raises(SettingsError, match=r"\[11\].*float32 \[10\].*another `dataset` tag"):
+    with pytest.raises(SettingsError, match=r"\[11\].*float32 \[10\].*new `dataset` tag"):
         view.put([6], {"logits": logits(1, 11)})
     with pytest.raises(SettingsError, match="float64"):
         view.put([6], {"logits": logits(1).astype(np.float64)})
@@ -100,7 +100,7 @@ def test_ids_that_are_none_are_refused(ids: Any) -> None:
         ({"disk_bytes": 1 << 20}, "together with a path"),
         ({"path": "x", "disk_bytes": 100}, "disk_bytes=100: must be at least 1048576"),
         ({"path": "x", "disk_bytes": "1GB"}, "disk_bytes='1GB'"),
-        ({"path": ""}, "'' names no folder"),
+        ({"path": ""}, "'' does not name a folder"),
         ({"store_dtype": "bfloat16"}, "store_dtype='bfloat16'"),
         ({"path": "/proc/no/such"}, "'/proc/no/such'"),
         ({"path": __file__}, "test_view.py"),
@@ -152,7 +152,7 @@ if os.fork() == 0:
         try:
             call()
         except ClosedError as exc:
-            assert "open another" in str(exc)
+            assert "open a new one" in str(exc)
         else:
             os._exit(1)
     cache.close()

@@ -249,7 +249,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         lambda: kl_divergence(X, torch.full((3, 4), 3.0), teacher_is="probabilities"),
         "sums differ by up to 11.*'logits'",
     ),
-    (lambda: soft_cross_entropy(X, torch.tensor([[2.0, -1, 0, 0]] * 3), teacher_is="probabilities"), "smallest label is -1"),
+    (
+        lambda: soft_cross_entropy(X, torch.tensor([[2.0, -1, 0, 0]] * 3), teacher_is="probabilities"),
+        "smallest label is -1",
+    ),
     (lambda: kl_divergence(X.long(), X), "torch.int64"),
     (lambda: kl_divergence(X, [[0.0] * 4] * 3), "list: expected a tensor or a numpy array"),  # type: ignore[arg-type]
     (lambda: feature_mse(X, X[:, :3]), r"student's features are \[3, 4\], the teacher's \[3, 3\].*projection"),

@@ -58,7 +58,7 @@ def test_queue_is_bounded_in_bytes(cache_queue: CacheQueue, caplog: pytest.LogCa
     assert view.ids == [0, 1, 2]
     assert cache_queue.queued_bytes == 0
     (words,) = caplog.messages
-    assert "cannot follow" in words
+    assert "cannot keep up" in words
     assert "cache_queue_bytes=4194304" in words, "the remedy is named"
 
 
@@ -97,7 +97,7 @@ def test_settle_gives_up_in_the_end(
     view: Any = View()
     put(cache_queue, view, 1)
     assert not cache_queue.drain()
-    assert "are still on their way into the soft-label cache" in " ".join(caplog.messages)
+    assert "are still being written to the soft-label cache" in " ".join(caplog.messages)
     view.go_on.set()
 
 
@@ -143,7 +143,7 @@ def test_exact_question_goes_first(there: list[CacheKey], ask: OutputSpec, chose
         if chosen is not None:
             assert OfflineLabels(CacheConfig(cache), ask).view.key == chosen
             return
-        with pytest.raises(SettingsError, match="sets of labels for"):
+        with pytest.raises(SettingsError, match="label sets for"):
             OfflineLabels(CacheConfig(cache), ask)
 
 

@@ -26,7 +26,7 @@ def test_break_leaves_the_next_epoch_whole(serve: Serve) -> None:
         unfinished = reader()
         next(unfinished)
         check(list(reader()), 300)
-        with pytest.raises(ClosedError, match="another one was started"):
+        with pytest.raises(ClosedError, match="a new one was started"):
             next(unfinished)
 
 
@@ -77,7 +77,7 @@ def test_empty_source_is_named(serve: Serve) -> None:
         reader()
     with (
         reader_of(teacher).set_sample_list_generator(lambda: [[sample(0)], None]) as reader,
-        pytest.raises(SourceError, match="after 1 samples the source yielded NoneType, which is no list"),
+        pytest.raises(SourceError, match="after 1 samples the source yielded NoneType, which is not a list"),
     ):
         list(reader())
 

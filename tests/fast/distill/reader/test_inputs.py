@@ -90,7 +90,7 @@ def test_classes_are_no_ids(serve: Serve) -> None:
     """An id stands for one input, whether that is one of those that are compared with the cache or not."""
     with SoftLabelCache() as cache, reader_of(serve(PER_TOKEN).endpoint, cache=cache, id_field=1) as reader:
         reader.set_sample_generator(lambda: ((np.full(5, at, "i4"), at % 10) for at in [*range(10), *range(3), 13]))
-        with pytest.raises(SettingsError, match=r"differing inputs come under the id 3.*id of its own"):
+        with pytest.raises(SettingsError, match=r"different inputs have the id 3.*its own id"):
             list(reader())
 
 

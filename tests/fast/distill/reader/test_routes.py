@@ -136,7 +136,7 @@ def test_a_rare_domain_is_not_waited_for(
 
 
 def test_outputs_must_be_alike(serve: Serve, teachers: dict[str, str]) -> None:
-    words = r"of '\w+' and of '\w+' do not go together: .*output 'y' with rows of shape"
+    words = r"of '\w+' and of '\w+' cannot be combined: .*output 'y' with rows of shape"
     reader = reader_of({**teachers, "code": serve("echo", repeat=2).endpoint}, samples(100))
     with reader, pytest.raises(SettingsError, match=words):
         list(reader())

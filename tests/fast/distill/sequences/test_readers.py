@@ -61,7 +61,7 @@ def test_service_may_get_a_larger_teacher(serve: Serve, register: Register, url:
         made = DistillReader(["ids"], ["logprobs"], top_k=K, options=Options(teacher_timeout_s=timeout_s))
         return made.set_dynamic_teacher(url, "lm").set_sequence_generator(lambda: iter([(SHORT,), (LONG,)]))
 
-    with long_reader(1.0) as reader, pytest.raises(SourceError, match="300 tokens, and teachers take at most 128"):
+    with long_reader(1.0) as reader, pytest.raises(SourceError, match="300 tokens, but teachers take at most 128"):
         list(reader())
     with long_reader(60.0) as reader:
         epoch = reader()
@@ -145,7 +145,7 @@ def test_second_epoch_asks_for_new_texts(model: Served, tmp_path: Path, lists: i
         assert stats.rows_asked == sum(map(len, now)) - known
     with SoftLabelCache(0, tmp_path) as cache:
         assert read(now, cache, None, lists).rows_cached == sum(map(len, now))
-        with pytest.raises(NoTeacherError, match="'text-3' is not in the cache, or is that of another text"):
+        with pytest.raises(NoTeacherError, match="'text-3' is not in the cache, or belongs to another text"):
             read(texts, cache, None, lists)
 
 

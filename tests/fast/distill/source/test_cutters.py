@@ -189,7 +189,7 @@ def test_own_positions_begin_at_0() -> None:
     cutter = SequenceCutter({"ids": itemgetter(0), "position": itemgetter(1)}, 100, 1)
     _, (chunk,) = cut(cutter, [(np.arange(2), np.array([0, 1])), (np.arange(2), np.array([2, 3]))])
     inputs = {name: TensorMetadata(name, "INT32", ()) for name in ("ids", "position")}
-    with pytest.raises(SourceError, match="input 'position' is 2 where a sequence begins, and must be 0"):
+    with pytest.raises(SourceError, match="input 'position' is 2 where a sequence begins: it must be 0"):
         sequence_fields(ModelSpec("m", "1", inputs, {}, sequences="position"), chunk)
 
 

@@ -36,7 +36,7 @@ class Squares:
 def test_an_error_in_getitem_is_no_end() -> None:
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(SourceIterator(Squares()))  # type: ignore[arg-type]
-    with pytest.raises(SourceError, match=r"has 10 items, and raised IndexError at 7: list index"):
+    with pytest.raises(SourceError, match=r"has 10 items, but raised IndexError at 7: list index"):
         list(SourceIterator(Squares(lambda at: [][at])))  # type: ignore[arg-type]
 
 

@@ -33,8 +33,8 @@ FIRST_FAILURE_COUNTS = Options(policy=Policy(task_failures=1))
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"versions": ["9" * 100_000]}, "cannot be a name or a version"),
-        ({"output": NASTY}, "cannot be a name or a version"),
+        ({"versions": ["9" * 100_000]}, "is not a valid name or version"),
+        ({"output": NASTY}, "is not a valid name or version"),
         (
             {"rewrite": {"ServerReady": lambda _: b"\xff" * 9}},
             "its answer to ServerReady is not a message of KServe v2",
@@ -91,9 +91,9 @@ def says_little(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (another_model, "it answers for model 'dogs', and 'm' is asked for"),
+        (another_model, "it answers for model 'dogs', but 'm' is requested"),
         (another_id, "its answer is to request '"),
-        (output_twice, "output 'y' is in its answer twice"),
+        (output_twice, "output 'y' appears twice in its answer"),
         (cast_to("FP64", "<f8"), "output 'y' is 'FP64', not 'FP32'"),
         (typed, "output 'y' is 'INT32', not 'FP32'"),
     ],

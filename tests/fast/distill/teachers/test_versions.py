@@ -164,7 +164,7 @@ def test_no_version_no_cache(caplog: pytest.LogCaptureFixture) -> None:
             assert reader.stats().rows_asked == 2 * ROWS, "labels of any model that is served there"
             assert reader.stats().rows_not_cached == 2 * ROWS
         assert not cache.keys()
-    assert said(caplog, "do not say which version") == 1
+    assert said(caplog, "do not report their model version") == 1
 
 
 def test_a_version_that_the_user_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,7 +174,7 @@ def test_a_version_that_the_user_names(tmp_path: Path, caplog: pytest.LogCapture
                 assert scales(list(reader())) == {1.0}
             assert reader.stats().rows_asked == ROWS
             assert [key.version for key in cache.keys()] == ["mine"]  # noqa: SIM118 - not a mapping
-        assert said(caplog, "as version= names it"), "it cannot be checked"
+        assert said(caplog, "as set with version="), "it cannot be checked"
         assert set(server.asked) == {""}, "a server that knows no versions is asked for none"
         np.save(tmp_path / "x.npy", np.zeros((3, 4), np.float32))
         asked = [str(tmp_path / "x.npy"), "--teachers", server.endpoint, "--inputs", "x", "--outputs", "y"]
@@ -212,7 +212,7 @@ def test_only_answers_name_the_version(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize(
     ("pin", "answered", "words"),
-    [("1", "2", "version"), ("1", "", "version"), ("", "\x1b[2J" * 1000, "which is none")],
+    [("1", "2", "version"), ("1", "", "version"), ("", "\x1b[2J" * 1000, "an invalid version")],
     ids=["another", "none", "no name"],
 )
 def test_answers_of_another_version(pin: str, answered: str, words: str) -> None:

@@ -74,7 +74,7 @@ UNAUTHENTICATED = (grpc.StatusCode.UNAUTHENTICATED, "no token")
             {"model": "digts"},
             "no model",
         ),
-        ({"others": ["n"]}, {}, "serves m, n: say which one"),
+        ({"others": ["n"]}, {}, "serves m, n: name one"),
         ({"left_out": ["RepositoryIndex"]}, {}, r"not implement RepositoryIndex: name the model, Teachers\(model"),
         ({"refused": {"RepositoryIndex": DENIED}}, {}, r"RBAC \(RepositoryIndex\): name the model"),
         ({"refused": {"RepositoryIndex": UNAVAILABLE}}, {}, r"restricted.*\(RepositoryIndex\): name the model"),

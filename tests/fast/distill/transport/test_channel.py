@@ -40,8 +40,8 @@ def closed_port() -> int:
     ("changed", "words"),
     [
         ({"port": lambda _: closed_port()}, "Connect call failed"),
-        ({"proof": "00" * 32}, "not the server that gave out the token"),
-        ({"token": "00" * 32}, "no such token"),
+        ({"proof": "00" * 32}, "not the server that issued the token"),
+        ({"token": "00" * 32}, "without this token"),
         ({"certificate": "00" * 32}, "closed|reset|WRONG_VERSION|wrong version"),
         ({"port": "x"}, "invalid literal"),
     ],

@@ -1,4 +1,4 @@
-"""Elastic training from checkpoints: workers come and go, and the result does not depend on which were present.
+"""Elastic training from checkpoints: workers join and leave, and the result does not depend on which were present.
 
 In a training script, `State` and `Checkpointer` keep what must survive, `Evaluator` keeps the metrics measured on it,
 `ElasticSampler` orders the data, and `ElasticTrainer` makes the update. Each works without the others and without `edl
@@ -8,7 +8,7 @@ run`. Inside:
 - `worker_status`: what a worker and its agent tell each other; `job_records`: what agents tell each other in the Store;
 - `checkpoint`: the state that survives, in memory and on storage; `replica`: copies of it on other hosts;
 - `training`: what a step trains, and the update that it makes;
-- `goodput`: where the time went;
+- `goodput`: how a job spent its time;
 - `integrations`: Hugging Face's and Lightning's `Trainer`, loops with Accelerate, and PaddlePaddle.
 
 Only the parts that need torch import it. Soft labels and teachers belong in `edl.distill`, and anything that knows

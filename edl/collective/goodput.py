@@ -1,6 +1,6 @@
-"""Where a job's time went: exclusive categories that add up to it, goodput, and what happened.
+"""How a job spent its time: exclusive categories that add up to it, goodput, and events.
 
-Goodput is train / elapsed: the share of the wall-clock time since the job began that went into steps which were
+Goodput is train / elapsed: the share of the wall-clock time since the job began spent on steps that were
 finished once and never lost. Availability, which is often published instead, is the share of the time in which the job
 was up; a job that keeps restarting, or repeats lost work, is available all the time.
 
@@ -12,7 +12,7 @@ Every node's agent counts its own time (`agent.status_publisher`) and writes it 
     jobs/JOB/events/NODE/BEGAN      what recently happened to that agent or was seen by it
 
 None of these keys has a lease: they stay when the agents are gone. BEGAN is when that life began, so an agent that
-comes back does not overwrite what it wrote before. `read_job` combines them into one `JobSummary`, which `edl status`,
+returns does not overwrite what it wrote before. `read_job` combines them into one `JobSummary`, which `edl status`,
 `edl report`, the dashboard and the advice on workers read.
 
 Synchronous training is as fast as its slowest rank. So at each moment the job is charged like the node that trained
@@ -44,7 +44,7 @@ SILENT_S: Final = 5.0
 """An agent that wrote nothing for this long counts as gone. It writes about once a second, and may miss a few
 writes."""
 _GIVEN_UP_S: Final = 86400.0
-"""Silence after which a job that is down counts as given up: whoever wanted it back would have started it by then."""
+"""Silence after which a job that is down counts as given up: a user who needed it would have restarted it by then."""
 _VERSION: Final = 1  # of the JSON; any other version is refused
 _MAX_TEXT: Final = 300  # characters of an event: a line or two; 300 events stay below 120 KB in ASCII
 _EXPLAINED: Final = frozenset({"generation", "restart", "faulty"})  # kinds of events whose text is the reason
@@ -53,7 +53,7 @@ _T = TypeVar("_T", int, float, str)
 
 
 class TimeCategory(enum.IntEnum):
-    """The use of a moment; exactly one category applies."""
+    """What a moment was spent on; exactly one category applies."""
 
     TRAIN = 0
     """Steps that count: forward, backward, waiting for other ranks' gradients, data, evaluation between steps."""
@@ -273,7 +273,7 @@ def _versioned(data: bytes) -> dict[str, Any]:
 
 def _decode_span(workers: Any, running: Any, *amounts: Any) -> Span:
     if len(amounts) != len(TimeCategory):
-        raise ValueError(f"{len(amounts)} states in place of {len(TimeCategory)}")
+        raise ValueError(f"{len(amounts)} categories instead of {len(TimeCategory)}")
     return Span(tuple(_checked(amount, int) for amount in amounts), _checked(workers, int), bool(running))
 
 
@@ -290,7 +290,7 @@ def _checked(value: Any, kind: type[_T], least: int = 0) -> _T:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A life of a node of a job."""
+    """One life of a node of a job."""
 
     node: str  # name of the agent
     ranks: list[int] | None  # ranks of its workers in the current world; None if it is not a member
@@ -322,7 +322,7 @@ class JobSummary:
 
     job: str  # name of the job
     # "forming", "running", "done" or "failed"; "down" if it has not ended but no agent gave a recent sign of life;
-    # "gave up" if its last node gave up, or none was there for a day; "unknown" without a world
+    # "gave up" if its last node gave up, or no agent ran for a day; "unknown" without a world
     state: str
     message: str  # why the current world was made; for a job that failed, the traceback
     generation: int  # generation of the current world; -1 before the first
@@ -350,11 +350,11 @@ class JobSummary:
 
 
 def read_job(store: Store, job: str, now_s: float | None = None) -> JobSummary:
-    """Read what the Store has of a job, and return its summary at the wall clock `now_s`, by default now.
+    """Read a job's records from the Store, and return its summary at the wall clock `now_s`, by default now.
 
     Raises:
         SettingsError: The Store has no such job; the message lists the jobs that it has.
-        ProtocolError: This version cannot read what the Store has.
+        ProtocolError: This version cannot read the Store's records.
     """
     if not job or "/" in job or not job.isprintable() or job in (".", ".."):
         raise SettingsError(f"job {job!r:.80}: a name has at least one printable character, and no '/'")
@@ -382,7 +382,7 @@ def last_step_before(store: Store, job: str, generation: int) -> int:
 
 
 def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
-    """Summarize what the Store has of a job, at the wall clock `now_us` in microseconds.
+    """Summarize the Store's records of a job at the wall clock `now_us` in microseconds.
 
     A job that has not ended and is silent has been down until now. A job that ended did so at its last sign of life.
     """

@@ -16,7 +16,7 @@ from edl.discovery.store import Store
 from edl.errors import DiscoveryError, ProtocolError
 
 GAVE_UP: Final = "gave up"
-"""Beginning of the event of a node that leaves because too few others came, or the store stayed away."""
+"""Beginning of the event of a node that leaves because too few others joined, or the store did not answer."""
 
 
 def prefix(job: str) -> str:
@@ -77,7 +77,7 @@ class Record:
         known = {field.name: str(field.type) for field in fields(cls) if field.name in dict(values)}
         wrong = [name for name, kind in known.items() if kind in _TYPES and type(values[name]) not in _TYPES[kind]]
         if wrong:
-            raise TypeError(f"{', '.join(wrong)} of another type")
+            raise TypeError(f"{', '.join(wrong)} of the wrong type")
         return cls(**{name: values[name] for name in known})
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Final
 
 _PLAIN_LOOP: Final = (
-    "call torch.distributed.init_process_group() and Checkpointer.restore(), and go on with the step after the one "
-    "that it returns; workers are forked again after a loss (docs/recovery.md)"
+    "call torch.distributed.init_process_group() and Checkpointer.restore(), and continue with the step after "
+    "the one that it returns; workers are forked again after a loss (docs/recovery.md)"
 )
 REMEDIES: Final[Mapping[str, str]] = {
     "Place": _PLAIN_LOOP,
     "run_in_process": _PLAIN_LOOP,
     "stay": _PLAIN_LOOP,
-    "overlap": "leave it out: a save returns when the copy is complete, as it does on GPUs",
-    "--regroup-timeout": "leave it out: no worker stays in its process any longer",
+    "overlap": "remove it: a save returns when the copy is complete, as it does on GPUs",
+    "--regroup-timeout": "remove it: every restart starts new processes",
     "--rdzv-backend=edl": "start the script with `edl run`, which takes torchrun's options, or use --rdzv-backend=c10d",
 }
 """What to use instead, by the removed name."""
@@ -22,4 +22,4 @@ REMEDIES: Final[Mapping[str, str]] = {
 
 def describe_removal(name: str) -> str:
     """Return the error message for a removed name."""
-    return f"{name} is gone: {REMEDIES[name]}"
+    return f"{name} was removed: {REMEDIES[name]}"

@@ -1,8 +1,8 @@
 """A node's part of a job: keeps the node's record, follows the job's, and runs this node's workers accordingly.
 
-A single thread acts. The others only put what they learn (a record changed, a worker ended, a signal came) into its
-queue. Before it joins, it checks that there is work, tests the node and imports the script's modules. `context` is what
-an agent holds, and `reconciler` what it does once it has joined.
+A single thread acts. The others only put what they learn (a record changed, a worker ended, a signal arrived) into its
+queue. Before it joins, it checks that there is work, tests the node and imports the script's modules. `context` holds
+an agent's resources, and `reconciler` acts once it has joined.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1  # how soon workers that are stopped are noticed
 _PAUSING_TICK_S = 0.01  # while all wait for a pause: every rank waits this much longer
 _POLL_S = 0.1  # between checks whether the nodes of a failed job have left; a tenth of the time a lease takes to expire
-_SILENT_S = 2.0  # torch alone takes less to import, which needs no message
+_SILENT_S = 2.0  # importing torch alone takes less, and needs no message
 _STORAGE_TIMEOUT_S = 20.0  # for a distant object storage; without an answer the job begins anyway
 _REREAD_S = 1.0  # in case a watch missed a change; more often would load a store of hundreds of nodes
 
@@ -70,7 +70,7 @@ class Agent:
             The exit code: an `ExitCode`, or 128 plus the signal's number if a signal asked this node to leave.
 
         Raises:
-            SettingsError: The checkpoint storage cannot be used, or the job's other nodes run another script.
+            SettingsError: The checkpoint storage cannot be used, or the job's other nodes run a different script.
             DiscoveryError: The store cannot be reached when this node starts.
             EDLError: The process that forks workers died during its imports, or took too long.
         """
@@ -106,7 +106,7 @@ class Agent:
             return self._signals.exit_code
         if self._signals.stopping and not self._leave_announced:
             self._leave_announced = True
-            logger.info("asked to leave: the others are told, and this node goes after the next steps")
+            logger.info("asked to leave: this node tells the others, and leaves after the next steps")
         worker_group = context.worker_group
         worker_group.check_workers()
         context.status.charge_time(reconciler.time_category, context.replicas.replicated_us)
@@ -162,12 +162,12 @@ def _join_job(context: AgentContext) -> int | None:
         return code
     _agree_on_script(context)
     context.persister.check_storage(_STORAGE_TIMEOUT_S, context.signals.raise_if_stopping)
-    with _logged_if_slow(f"importing what {Path(context.spec.program.target).name} imports"):
+    with _logged_if_slow(f"importing the modules that {Path(context.spec.program.target).name} imports"):
         import_failures = context.worker_group.warm_up()
     if import_failures:
-        logger.warning("%s; each worker will import it by itself", import_failures)
+        logger.warning("%s; each worker will import it itself", import_failures)
     context.signals.raise_if_stopping()
-    _agree_on_script(context)  # again, since a node that came during the imports saw no other node here
+    _agree_on_script(context)  # again, since a node that started during the imports saw no other node here
     _reserve_memory(context)
     context.membership.join()
     context.shutdown.joined = True
@@ -191,20 +191,20 @@ def _check_job_state(context: AgentContext) -> int | None:
         world = records.world
         if world.state is JobState.DONE:
             fields = {"job": spec.job}
-            logger.info("job %s has ended already (%s): nothing to do", spec.job, world.message, extra=fields)
+            logger.info("job %s has already ended (%s): nothing to do", spec.job, world.message, extra=fields)
             again = f"to run it again, give it another name, such as --rdzv-id {spec.job}-2"
             if spec.checkpoint:
-                again += f", and another --checkpoint than {spec.checkpoint}, from which it would go on"
+                again += f", and a --checkpoint other than {spec.checkpoint}, from which it would resume"
             logger.info("%s", again)
-            context.shutdown.end = TerminationMessage(node=context.id, message=f"job {spec.job} has ended already")
+            context.shutdown.end = TerminationMessage(node=context.id, message=f"job {spec.job} has already ended")
             return ExitCode.DONE
         if world.state is not JobState.FAILED:
             return None
         if not records.nodes:
             if context.membership.propose_world(World(world.generation, message="started again"), records.version):
                 error = world.message.rstrip().rpartition("\n")[2].strip()
-                where = f"from what is stored at {spec.checkpoint}" if spec.checkpoint else "from the beginning"
-                logger.warning("job %s had failed (%s): it is started again, %s", spec.job, error, where)
+                where = f"from the checkpoint at {spec.checkpoint}" if spec.checkpoint else "from the beginning"
+                logger.warning("job %s failed (%s): starting it again, %s", spec.job, error, where)
         elif time.monotonic() > deadline:
             reason = f"job {spec.job} has failed, and its nodes have not left yet: try again in a moment"
             logger.error("%s", reason)
@@ -218,7 +218,7 @@ def _store_leftover_state(context: AgentContext) -> None:
     """Store the last state of a job that has ended, if an agent on this host could not."""
     host = context.host
     if host.unstored and host.holds_state and host.run == JobRun(context.store, context.spec.job)():
-        logger.info("node %s could not store the last state: it is stored now", host.previous_owner)
+        logger.info("node %s could not store the last state: storing it now", host.previous_owner)
         context.persister.start()
 
 
@@ -262,7 +262,7 @@ def _agree_on_script(context: AgentContext) -> None:
             return
         if entry is not None and context.membership.read_records().nodes:
             raise SettingsError(
-                f"job {job} runs {entry.value.decode()}, and this is {own}: another --rdzv-id starts another job"
+                f"job {job} runs {entry.value.decode()}, not {own}: use another --rdzv-id for another job"
             )
         if context.store.compare_and_set(key, own.encode(), None if entry is None else entry.version) is not None:
             return
@@ -314,8 +314,8 @@ def _reserve_memory(context: AgentContext) -> None:
 def _adopt_state(context: AgentContext) -> None:
     """Use the state in memory that an agent of this job left here, or remove it.
 
-    A state of another run of the same job name, whose records are gone from the store, would count as newer than it is.
-    A state of a job without a name belongs to another training, unless the same command left it.
+    A state from another run of the same job name, whose records are gone from the store, would count as newer than it
+    is. A state of a job without a name belongs to another training, unless the same command left it.
     """
     host = context.host
     run = JobRun(context.store, context.spec.job)()
@@ -323,15 +323,15 @@ def _adopt_state(context: AgentContext) -> None:
     if host.holds_state and host.run == run and host.command != command:
         host.forget_slots()
         logger.info(
-            "node %s left a state in memory, of another script or of other arguments: it is removed; with "
-            "--rdzv-id NAME a job goes on whatever its arguments are",
+            "node %s left a state in memory, from a different script or arguments: removing it; with "
+            "--rdzv-id NAME a job resumes whatever its arguments are",
             host.previous_owner,
         )
     elif host.holds_state and host.run == run:
-        logger.info("node %s left its workers' state in memory here: it is used", host.previous_owner)
+        logger.info("node %s left its workers' state in memory here: using it", host.previous_owner)
     elif host.holds_state:
         host.forget_slots()
-        logger.info("node %s left a state in memory, of a job before this one: it is removed", host.previous_owner)
+        logger.info("node %s left the state of an earlier job in memory: removing it", host.previous_owner)
     host.run = run
     host.command = command
     host.unstored = False

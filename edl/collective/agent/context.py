@@ -73,7 +73,7 @@ class ShutdownState:
 
     code: int | None = None  # the exit code; None while there is none
     joined: bool = False  # whether the other nodes have seen this node
-    is_last_node: bool = True  # whether, when last seen, no other node was going to stay
+    is_last_node: bool = True  # whether no other node was going to stay, when last checked
     stored: bool = True  # whether nothing is left to be stored
     # Why this node's part ended, as far as is known; it lacks the exit code
     end: TerminationMessage = field(default_factory=TerminationMessage)
@@ -87,7 +87,7 @@ class ShutdownState:
     def termination(self) -> TerminationMessage:
         """Why this node ended, as far as is known by now."""
         code = self.exit_code
-        message = "the job is done, its last state is not stored" if code == ExitCode.NOT_STORED else self.end.message
+        message = "the job is done; its last state is not stored" if code == ExitCode.NOT_STORED else self.end.message
         return replace(self.end, exit_code=int(code if code is not None else ExitCode.FAILED), message=message)
 
     @property
@@ -121,19 +121,19 @@ def store_last_state(
             until = (
                 "Slurm waits for it as long as its KillWait"
                 if signals.slurm
-                else "asked once more, this node leaves without it"
+                else "asked again, this node leaves without it"
             )
-            logger.info("the last checkpoint is being stored; %s", until)
+            logger.info("storing the last checkpoint; %s", until)
     shutdown.stored = closing.done() and closing.result()
     if not closing.done():
-        logger.warning("the last checkpoint was not stored; what was stored before is as it was")
+        logger.warning("the last checkpoint was not stored; earlier checkpoints are unchanged")
     if shutdown.exit_code == ExitCode.NOT_STORED:
         code = int(ExitCode.NOT_STORED)
         fields = {"exit_code": code}
-        logger.error("the job is done, its last state is not stored: exit code %d", code, extra=fields)
+        logger.error("the job is done, but its last state is not stored: exit code %d", code, extra=fields)
         if resumable:
             logger.info(
-                "it stays in this host's memory for an hour: the same command stores it, once the storage takes it"
+                "it stays in this host's memory for an hour: the same command stores it, once the storage accepts it"
             )
 
 
@@ -178,7 +178,7 @@ EventQueue = queue.SimpleQueue[AgentEvent]
 
 
 class AgentContext:
-    """The resources of a node's agent: whatever it needs for its part in a job.
+    """The resources of a node's agent: everything it needs for its part in a job.
 
     `stack` closes them, in reverse order. `shutdown` records how the agent's part ended.
     """
@@ -218,7 +218,7 @@ class AgentContext:
         self.replicas = stack.enter_context(
             closing(Replicator(self.id, self.host.replicas, slots, secret, logger.info, tls=spec.tls))
         )
-        # Closed after the workers are gone, since other nodes go on as soon as a connection breaks.
+        # Closed after the workers are gone, since other nodes continue as soon as a connection breaks.
         self.peer_connections = stack.enter_context(
             closing(PeerConnections(self.id, lambda peer: events.put(PeerLost(peer)), spec.tls))
         )

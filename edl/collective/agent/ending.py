@@ -33,8 +33,8 @@ class ExitCode(IntEnum):
     NOT_STORED = 74
     """The script has ended, but the last state of this node's workers is not in storage (EX_IOERR of sysexits.h)."""
     TRY_AGAIN = 75
-    """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later. `edl.cli` uses this code too
-    if the store does not answer when a node starts."""
+    """Too few nodes joined within the deadline (EX_TEMPFAIL of sysexits.h): try again later. `edl.cli` uses this code
+    too if the store does not answer when a node starts."""
     FAULTY_NODE = 69
     """A GPU of this node failed, or the node failed the check before joining (EX_UNAVAILABLE): run elsewhere."""
     OUT_OF_MEMORY = 137
@@ -81,7 +81,7 @@ class StopSignals:
 
     @property
     def number(self) -> int:
-        """The signal that came first, which is passed on to the workers."""
+        """The first signal, which is passed on to the workers."""
         return self._numbers[0]
 
     @property
@@ -90,7 +90,7 @@ class StopSignals:
         return 128 + self._numbers[-1]
 
     def raise_if_stopping(self) -> None:
-        """Raise if a signal came; code that waits calls this repeatedly."""
+        """Raise if a signal has arrived; code that waits calls this repeatedly."""
         if self._numbers:
             raise AskedToLeaveError
 
@@ -151,7 +151,7 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
         return
     data = message.encode()
     try:
-        # Non-blocking, since opening a pipe that has no reader would wait for ever.
+        # Non-blocking, since opening a pipe that has no reader would wait forever.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
             os.write(file, data)
@@ -160,7 +160,7 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
         finally:
             os.close(file)
     except (OSError, ValueError) as exc:  # ValueError: a path with a NUL
-        logger.warning("what ended this node cannot be written to %s (EDL_TERMINATION_LOG): %s", path, exc)
+        logger.warning("the reason why this node ended cannot be written to %s (EDL_TERMINATION_LOG): %s", path, exc)
 
 
 def cut_middle(text: str, max_bytes: int) -> str:

@@ -23,7 +23,7 @@ from edl.collective.agent.rendezvous import RendezvousSettings
 from edl.errors import EDLError
 
 if TYPE_CHECKING:
-    from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls import PeerTLS  # imported only if TLS is used
 
 _TRIES = 100  # most tries find a row of free ports; on a host without any, this still ends within a second
 
@@ -108,7 +108,7 @@ class LaunchSpec:
     hang: HangLimits = field(default_factory=HangLimits)
     readmit: bool = False  # whether to join although the job excludes this host because one of its GPUs failed
     check: NodeCheckSettings | None = None  # how to test the node before it joins; None to skip that
-    # Says where the workers' output goes, given a folder for the case that the user named none
+    # Returns where the workers' output goes, given a folder to use if the user named none
     logs: Callable[[str], LogsSpecs] = DefaultLogsSpecs
     environ: Mapping[str, str] = field(default_factory=dict)  # variables added to the workers' environment
     tls: PeerTLS | None = None  # TLS for connections between agents; None for plain TCP

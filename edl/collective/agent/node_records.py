@@ -1,6 +1,6 @@
 """A node's records in the Store: its own under a lease, the job's by compare-and-set, and the excluded hosts.
 
-A host is excluded when one of its GPUs failed, and is refused when it comes back. It is identified by the boot id of
+A host is excluded when one of its GPUs failed, and is refused when it returns. It is identified by the boot id of
 its kernel and the GPUs visible to this process: containers get new names at every start, and a reboot, which resets the
 GPUs, makes it a new host. Exclusions have the keys `jobs/JOB/left-out/HOST` and no lease.
 """
@@ -76,8 +76,8 @@ class Exclusions:
 
 
 _RENEWAL_RETRY_S: Final = 2.0
-"""How long after its lease's end a member may come back once the store answers again. It is a client's longest pause
-between two attempts. With less, members on their way back are dropped; with more, all wait longer for the dead."""
+"""How long after its lease's end a member may return once the store answers again. It is a client's longest pause
+between two attempts. With less, returning members are dropped; with more, all wait longer for the dead."""
 _RECORD_LOST_S: Final = 8.0
 """How long a job's record must be missing before that is believed. A request made during an outage may take this long,
 and a store that has just started may seem empty. With less, a job would begin again although its record still
@@ -152,7 +152,7 @@ class Membership:
     def read_records(self) -> JobRecords:
         """Read all records. A node that lost its lease gets a new one here, under its old name.
 
-        While the store is down, the leases of all nodes expire, and afterwards some node is the first to be back. For a
+        While the store is down, the leases of all nodes expire, and afterwards some node is the first to return. For a
         while it treats the members that it knew as late rather than gone. The same applies to a store that answers but
         accepts no renewals, such as a locked file: then this node's own renewal is late.
 

@@ -46,7 +46,7 @@ class Departure:
 
 _STORE_OUTAGE_SHARE = 0.8
 """How long workers continue without the store, as a share of the time after which others take the job over. They must
-have stopped by then; the rest is for agents that get no turn on a busy machine."""
+have stopped by then; the rest is for agents that a busy machine delays."""
 _REPEAT_S = 60.0
 """Seconds between two log lines that say the same. More often would fill the log, and a person looks about once a
 minute."""
@@ -83,7 +83,7 @@ class NodeReconciler:
 
     @property
     def pause_unpublished(self) -> bool:
-        """Whether they have paused and the other nodes do not know it yet."""
+        """Whether the workers have paused and the other nodes do not know it yet."""
         return (
             self.pausing and self._membership.node.paused != self._worker_group.generation and self._worker_group.paused
         )
@@ -153,7 +153,7 @@ class NodeReconciler:
         """Log once when this node begins to wait for a place, because the job has its maximum number of nodes."""
         if waits and not self._waits_for_place:
             nodes = _count(len(world.nodes), "node")
-            logger.info("the job has its %s, and no place for more: waiting for one", nodes)
+            logger.info("the job has its %s, and no place for more: waiting for a place", nodes)
         self._waits_for_place = waits
 
     def handle_store_outage(self, exc: DiscoveryError) -> int | None:
@@ -162,7 +162,7 @@ class NodeReconciler:
         Returns the exit code if this node must leave or has waited too long for the store; else None.
         """
         if self._store_away.record(True, time.monotonic()):
-            logger.warning("the store does not answer (%s): going on without it for a while", exc)
+            logger.warning("the store does not answer (%s): continuing without it for a while", exc)
         cut_s = self._membership.without_lease_s
         if self._worker_group.finished and not self._spec.resumable and cut_s > self._outage_s:
             self._worker_group.stop_workers()
@@ -171,12 +171,12 @@ class NodeReconciler:
         # Failed workers cannot restart without the store; a signal to leave is followed after the same time.
         if (self._worker_group.failing or self._signals.stopping) and self._outage_s < cut_s <= self._alone_s:
             self._worker_group.stop_workers()
-            logger.warning("no answer for %.0f s: the workers, which do not train on, are stopped", cut_s)
+            logger.warning("no answer for %.0f s: stopping the workers, which no longer train", cut_s)
         if self._worker_group.running and cut_s > self._alone_s:
             logger.warning(
-                "no answer for %.0f s: the workers are stopped until the store is back, for other nodes may go on with "
-                "job %s by now. Where a store is as slow as that, --lease-ttl (%g s) and --rdzv-conf "
-                "takeover_timeout=%g (the same on all nodes) may be longer",
+                "no answer for %.0f s: the workers are stopped until the store answers, since other nodes may have "
+                "continued job %s by now. If a store is that slow, increase --lease-ttl (%g s) and --rdzv-conf "
+                "takeover_timeout=%g (the same on all nodes)",
                 *(cut_s, self._spec.job, self._spec.ttl_s, self._spec.rendezvous.takeover_s),
                 extra={"job": self._spec.job},
             )
@@ -208,7 +208,7 @@ class NodeReconciler:
 
     @property
     def workers_may_run_until(self) -> float:
-        """How long this node's workers may go on if the store stops answering (`time.monotonic()`)."""
+        """How long this node's workers may continue if the store stops answering (`time.monotonic()`)."""
         return time.monotonic() - self._membership.without_lease_s + self._alone_s
 
     # --- The record of the job ---
@@ -225,7 +225,7 @@ class NodeReconciler:
         )
         self._context.status.record_event("generation", world.message, world.generation)
         if world.message.startswith(HANGING) and self._worker_group.running:
-            what = "what the workers of this node did (of an evaluation, Checkpointer.busy() says how long it may take)"
+            what = "what the workers of this node were doing (for an evaluation, set a limit with Checkpointer.busy())"
             logger.warning("%s:\n%s", what, self._worker_group.dump_stacks())
             self._context.status.record_event("hang", world.message, world.generation - 1)
         if self._worker_group.running:
@@ -241,16 +241,16 @@ class NodeReconciler:
             self._next_master = open_master_endpoint(self._spec)
 
     def _handle_absence(self, records: JobRecords) -> int | None:
-        """Stop the workers of a node that is not a member now. Returns the exit code if it will not come back."""
+        """Stop the workers of a node that is not a member now. Returns the exit code if it will not return."""
         stopping = self._signals.stopping
         if self._worker_group.running and stopping and not self._worker_group.terminate_workers(self._signals.number):
             return None
         if self._worker_group.running:
             self._worker_group.stop_workers()
             if records.world.state is JobState.FORMING and not stopping:
-                logger.warning("the workers are stopped: %s", records.world.message)
+                logger.warning("stopping the workers: %s", records.world.message)
             elif not stopping:
-                logger.warning("the others went on without this node, which was silent: it joins them again")
+                logger.warning("the others continued without this node, which was silent: joining them again")
                 self._context.replicas.change_world(records.world)
                 self._context.host.forget_slots()  # theirs are newer and must not be mixed with these
         if stopping:
@@ -275,7 +275,7 @@ class NodeReconciler:
         waited_s = self._too_few.held_s(now)
         left_s = max(0.0, self._spec.join_timeout_s - waited_s)
         if waited_s > self._spec.join_timeout_s:
-            return self._give_up(f"only {_count(here, 'node')} of at least {wanted} came within {waited_s:.0f} s")
+            return self._give_up(f"only {_count(here, 'node')} of at least {wanted} joined within {waited_s:.0f} s")
         if self._told_nodes.record(here, now):
             are = "node is" if wanted == 1 else "nodes are"
             logger.info(
@@ -299,10 +299,10 @@ class NodeReconciler:
     def _kept_state(self) -> str:
         """Where the state is that this node saved before it left, as text."""
         if not self._context.shutdown.is_last_node:
-            return "the others have every step until now"
+            return "the others have every step so far"
         if self._spec.checkpoint:
-            return f"every step until now is saved, and will be at {self._spec.checkpoint}"
-        return "every step until now is saved, in this host's memory for an hour (--checkpoint URL keeps it for longer)"
+            return f"every step so far is saved, and will be stored at {self._spec.checkpoint}"
+        return "every step so far is saved, in this host's memory for an hour (--checkpoint URL keeps it for longer)"
 
     def _end_job(self, world: World) -> int:
         self._worker_group.stop_workers()
@@ -400,7 +400,7 @@ class NodeReconciler:
             restart = f"a GPU of {self._context.id} failed"
             self._departure = Departure(ExitCode.FAULTY_NODE, "its GPU failed", restart, remedy)
         else:
-            logger.error("%s: this node leaves, for a start with more memory", decision.restart)
+            logger.error("%s: this node leaves, to be started with more memory", decision.restart)
             self._context.status.record_event("restart", decision.restart, self._worker_group.generation)
             restart = f"{self._context.id} left: it had too little memory"
             remedy = "start this node again with more memory"
@@ -430,12 +430,12 @@ class NodeReconciler:
         exclusion = Exclusion(self._context.id, decision.restart, clear, self._worker_group.last_step, time.time())
         other = None if clear else self._exclusions.find_same_elsewhere(exclusion)
         if other is not None:
-            where = f"so it was on {other.node} before, and no step further: the script's own error"
+            where = f"it also failed on {other.node}, and got no step further: the script's own error"
             fatal = f"{decision.restart} ({where})\n{decision.traceback}"
             return RecoveryDecision(fatal=fatal, unclear=True, rank=decision.rank, cause=ExitCause.ERROR)
         self._exclusions.add(exclusion)
         surely = "this node's GPU has failed" if clear else "this node's GPU has probably failed, for the second time"
-        logger.error("%s (%s): the job goes on without this node", surely, decision.restart)
+        logger.error("%s (%s): the job continues without this node", surely, decision.restart)
         self._context.status.record_event("faulty", decision.restart, self._worker_group.generation)
         return decision
 
@@ -453,12 +453,12 @@ class NodeReconciler:
     def _missed_generation(self, world: World) -> str:
         """Return why this node's workers of the current generation no longer run, or "" if they do.
 
-        They cannot be started again in it: their ranks have already met, and others may have gone on.
+        They cannot be started again in it: their ranks have already met, and others may have continued.
         """
         same = world.state is JobState.RUNNING and world.generation == self._worker_group.generation
         over = self._worker_group.running or self._membership.node.finished == world.generation
         stopped = same and world.position(self._context.id) is not None and not over
-        return "its workers were stopped while the store was away" if stopped else ""
+        return "its workers were stopped while the store did not answer" if stopped else ""
 
     def _observe(self, decision: RecoveryDecision) -> LocalObservation:
         now = time.monotonic()

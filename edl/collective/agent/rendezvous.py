@@ -8,8 +8,8 @@ world exists only once it is written.
        ^                       │  │
        └──too few are left─────┘  └──the user's code failed──> failed
 
-Every change of members and every restart begins a new generation. To lose no step when members come or go, all of them
-first pause after the same step (`World.pause_at`). Nothing here waits, reads a clock or does I/O.
+Every change of members and every restart begins a new generation. To lose no step when members join or leave, all of
+them first pause after the same step (`World.pause_at`). Nothing here waits, reads a clock or does I/O.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RendezvousSettings:
 
     min_nodes: int  # least number of nodes to begin a world or continue it
     max_nodes: int  # largest number of nodes in a world; more wait until a place is free
-    last_call_s: float = 1.0  # seconds to wait for more nodes after the last one came, once there are enough
+    last_call_s: float = 1.0  # seconds to wait for more nodes after the last one joined, once there are enough
     pause_timeout_s: float = 10.0  # seconds to wait for all workers to pause before they are stopped as they are
     # Seconds before nodes that were not members continue a job whose members are all gone. Within that time an agent
     # that cannot reach the Store has stopped its workers, so there are never two worlds.
@@ -46,7 +46,7 @@ class LocalObservation:
     # The agent's node; may be empty for a member. Only members know whether workers can pause, so a node that waits to
     # join leaves that decision to them.
     node: str = ""
-    quiet_s: float = 0.0  # for how many seconds it has seen no node come or go
+    quiet_s: float = 0.0  # for how many seconds it has seen no node join or leave
     pausing_s: float = 0.0  # for how many seconds it has seen the current `pause_at`
     pause_needs_s: float = 0.0  # how many seconds the steps until a pause may take, if more than `pause_timeout_s`
     pause_step: int | None = None  # a step that all workers can still pause after; None if they report no steps
@@ -129,7 +129,7 @@ def _formed(
     enough = len(ready) >= settings.min_nodes and observation.quiet_s >= settings.last_call_s
     if enough or len(ready) >= settings.max_nodes:
         return _next_generation(
-            world, nodes, settings, "one node is there" if len(ready) == 1 else f"{len(ready)} nodes are there"
+            world, nodes, settings, "one node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
         )
     return None
 
@@ -148,7 +148,7 @@ def _changed(
     room = settings.max_nodes - len(members) + len(leaving)
     joining = [name for name, node in nodes.items() if name not in members and not node.leaving][:room]
     if ending:
-        joining = []  # a node that comes now would find nothing to do
+        joining = []  # a node that joins now would find nothing to do
     if not leaving and not joining:
         return _unpaused(world)
     why = "; ".join(
@@ -165,7 +165,7 @@ def _changed(
 
 
 def _unpaused(world: World) -> World | None:
-    """Withdraw a pause when no node wants to come or go any longer.
+    """Withdraw a pause when no node wants to join or leave any more.
 
     Workers that already paused continue when they see it.
     """
@@ -173,17 +173,17 @@ def _unpaused(world: World) -> World | None:
 
 
 def _next_generation(world: World, nodes: Mapping[str, Node], settings: RendezvousSettings, why: str) -> World | None:
-    """Return the next generation, made of the members that stay and of nodes that wait.
+    """Return the next generation, made of the members that stay and of waiting nodes.
 
-    None while its first node still publishes the port of the current generation's store. That store holds the addresses
-    of workers that are gone, and a new worker that read them would wait for those.
+    Return None while its first node still publishes the port of the current generation's store. That store holds the
+    addresses of workers that are gone, and a new worker that read them would wait for those.
     """
     stay = [member.id for member in world.nodes if member.id in nodes and not nodes[member.id].leaving]
     wait = sorted(name for name, node in nodes.items() if name not in stay and not node.leaving)
     present = [*stay, *wait][: settings.max_nodes]
     generation = world.generation + 1
     if len(present) < settings.min_nodes:
-        why = f"{why}; {len(present)} of at least {settings.min_nodes} nodes are there"
+        why = f"{why}; {len(present)} of at least {settings.min_nodes} nodes are present"
         return World(generation, JobState.FORMING, (), why, forgiven=world.forgiven)
     order = assign_ranks([member.id for member in world.nodes], present)
     if world.nodes and world.nodes[0].port == nodes[order[0]].port and world.nodes[0].id == order[0]:

@@ -1,4 +1,4 @@
-"""Counts where an agent's time goes, and publishes that in the Store for `edl status`, `edl report` and the dashboard.
+"""Counts how an agent spends its time, and publishes it in the Store for `edl status`, `edl report` and the dashboard.
 
 The counters are whole microseconds by category, fed from the workers' status pages. A status page counts the seconds of
 a phase exactly, so 20 ms are charged even though the agent looks once a second. If a node has several workers, the one
@@ -6,7 +6,7 @@ that trained least counts, since the others wait for it. Time in TRAIN is charge
 finished, its time is open:
 
 - A step that had been finished before its worker was replaced, and is now repeated, counts as ROLLBACK.
-- If the agent goes back to the rendezvous in the middle of a step, that step is lost. As much time as a step usually
+- If the agent returns to the rendezvous in the middle of a step, that step is lost. As much time as a step usually
   takes was work (ROLLBACK); the rest was waiting for a rank that hung or was gone (IDLE).
 """
 
@@ -91,7 +91,7 @@ class Ledger:
         """Charge the time since the last observation, and record what the agent does from now on.
 
         Call it about once a second and whenever `doing` changes; TRAIN means that there are workers, whose `statuses`
-        say more. A clock that stands still or goes back charges nothing. `reached` is the last step that any node of
+        say more. A clock that stands still or moves back charges nothing. `reached` is the last step that any node of
         the job finished before the workers' generation, if the agent knows it.
         """
         length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
@@ -277,7 +277,7 @@ class StatusPublisher:
         self._ledger.observe(now, self._doing, worker_group.read_statuses(), self._finished_before)
 
     def _query_new_generation(self, generation: int, now: float) -> None:
-        """When this node enters a generation without the one before, find out which steps were finished before it.
+        """When this node enters a generation but missed the one before, find out which steps were finished before it.
 
         Workers that were in the previous generation know that themselves, since all ranks finish the same steps.
         """

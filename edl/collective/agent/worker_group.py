@@ -302,7 +302,7 @@ class WorkerGroup:
         try:
             self._pool.replace_workers(world.generation, forks)
         except EDLError as exc:  # the zygote has died, with all its workers
-            logger.warning("%s: another one imports what the script does first, which takes some seconds", exc)
+            logger.warning("%s: another one repeats the script's first imports, which takes some seconds", exc)
             self._renew_pool()
             self._pool.fork_workers(world.generation, forks)
         self._stop_log_tails()
@@ -465,7 +465,7 @@ class WorkerGroup:
         """Find forks that never reach the script's first line, to replace them by workers that import everything.
 
         A fork has only one of its parent's threads. If another thread held a lock at that moment, the fork waits for it
-        for ever.
+        forever.
         """
         limit_s = self._spec.hang.begin_s
         if self._spec.program.kind == "program" or time.monotonic() - self._began_at < limit_s:
@@ -473,7 +473,7 @@ class WorkerGroup:
         unbegun = [rank for rank in running if statuses[rank].generation != self.generation]
         for local_rank in unbegun[:1]:
             rank = self.first_rank + local_rank
-            what = f"worker {local_rank} (rank {rank}) did not come to the script's first line within {limit_s:g} s"
+            what = f"worker {local_rank} (rank {rank}) did not reach the script's first line within {limit_s:g} s"
             logger.warning("%s: workers are no longer forked from a process that has imported anything", what)
             self._prewarm_usable = False
             self._outcome.record_stuck_worker(rank, what)

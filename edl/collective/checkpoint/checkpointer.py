@@ -103,7 +103,7 @@ STORE_EVERY_S: Final = 300.0
 PAUSE_S: Final = 60.0
 """Seconds that a pause waits for the agent: longer than a new worker's imports take on a busy machine."""
 AGENT_S: Final = 600.0
-"""Seconds to wait for a silent agent: one that was stopped by hand or swapped out comes back within minutes."""
+"""Seconds to wait for a silent agent: one that was stopped by hand or swapped out responds within minutes."""
 CLOSE_S: Final = 600.0
 """Seconds in which the last state must be stored: enough for tens of gigabytes on a slow storage."""
 _POLL_S: Final = 0.005
@@ -336,7 +336,7 @@ class Checkpointer:
         for evaluator in self._evaluators():
             agree_on_pending(evaluator, self._group)
             if evaluator.pending is not None:
-                logger.info("%s after step %d was broken off: it is made again", evaluator.name, evaluator.pending)
+                logger.info("%s after step %d was interrupted: repeating it", evaluator.name, evaluator.pending)
                 self._evaluate(evaluator, evaluator.pending)
 
     def wait_until_finished(self) -> bool:
@@ -377,14 +377,14 @@ class Checkpointer:
             self.close()
             return
         try:
-            # sys.exit may come in the middle of a step, for example from a signal handler: do not save then.
+            # sys.exit may be called in the middle of a step, for example from a signal handler: do not save then.
             if error is None and not self._closed and self._place is not None and self._lacks_last_step():
                 with self._status_page.in_phase(Phase.SAVE):
                     self._save(self._step, self._storage is not None, self._place)
         except BaseException:
             self.close()
             raise
-        self._close_or_raise()  # a script that ends well has its result on storage, with or without an agent
+        self._close_or_raise()  # a script that succeeds has its result on storage, with or without an agent
 
     def _lacks_last_step(self) -> bool:
         """Return whether the last step is missing from this rank's slots, or is not marked for storage yet."""
@@ -422,7 +422,7 @@ class Checkpointer:
         """Drop evaluations that began but never ended, because the script caught their errors and continued."""
         for evaluator in self._evaluators():
             if evaluator.pending is not None and evaluator.pending < step:
-                logger.warning("%s after step %d failed, and is left out", evaluator.name, evaluator.pending)
+                logger.warning("%s after step %d failed and is skipped", evaluator.name, evaluator.pending)
                 evaluator.pending = None
 
     def _check_open(self) -> None:
@@ -477,7 +477,7 @@ class Checkpointer:
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
         keep = not first and self._replica_slots is not None and self._replica_slots.is_state_requested()
         alone = self._holds_shards_alone()
-        # If one node's storage is slower than the interval, all nodes wait for it, or each would store other steps.
+        # If one node's storage is slower than the interval, all nodes wait for it, or each would store different steps.
         busy = self._slots.has_marked_slot
         if world_of(self._group) > 1:
             values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6), int(busy), int(alone)]
@@ -512,7 +512,7 @@ class Checkpointer:
         while self._status_page.is_pause_requested(step):
             if time.monotonic() > deadline:
                 logger.warning(
-                    "paused after step %d for %.0f s, and the agent did nothing: going on", step, self._pause_s
+                    "paused after step %d for %.0f s, and the agent did nothing: continuing", step, self._pause_s
                 )
                 break
             time.sleep(_POLL_S)
@@ -530,7 +530,7 @@ class Checkpointer:
             deadline = time.monotonic() + self._agent_s
             while self._status_page.agent_silence_s > _UNATTENDED_S:
                 if time.monotonic() > deadline:
-                    # An agent that comes back recognizes these words, and does not count it as an error of the script.
+                    # An agent that responds again recognizes this message, and does not count it as the script's error.
                     what = f"the agent of this node was silent for {self._status_page.agent_silence_s:.0f} s"
                     raise TemporaryError(f"EDL: left the process group: {what}")
                 time.sleep(_POLL_S)

@@ -4,14 +4,14 @@ The bytes are JSON. A value that JSON cannot express becomes a JSON object with 
 Dicts are tagged as well, so their keys may have any type that can be encoded, and a dict can never be mistaken for a
 tag. Large parts, which are tensors and numpy arrays, are not in the bytes. The caller stores them separately, and
 returns them by number when the value is decoded. Only exact types are accepted: a subclass of `int` or `dict` would
-come back as another type, so it is refused.
+be restored as a different type, so it is refused.
 
 The metadata of a saved state is a tree of such values and a table of the tensors. Slots, storage and messages to other
 ranks use the same metadata. The entry of a sharded tensor says where its part belongs in the whole, so that a world of
 another size can put the parts together.
 
 No library encodes these: msgpack and its like need the same hooks for each type, and would change the stored files;
-pickle, which `torch.load(weights_only=True)` restricts, knows no parts that are stored elsewhere.
+pickle, which `torch.load(weights_only=True)` restricts, does not support parts that are stored elsewhere.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _encode_items(value: dict[Any, Any], store_tensor: StoreTensor, path: Path) 
 
 def _no_tensor(value: Any, path: Path) -> int:
     """Refuse a tensor in a set or as a key, where look-ups use its identity, which a restored tensor does not have."""
-    raise SettingsError(f"{dotted(path[:-1])} has a tensor in a set or as a key, where no restored one is found again")
+    raise SettingsError(f"{dotted(path[:-1])} has a tensor in a set or as a key, where a restored one is not found")
 
 
 def _encode_numpy(value: Any, store_tensor: StoreTensor, path: Path) -> dict[str, Any] | None:
@@ -168,7 +168,7 @@ def _encode_torch(value: Any, store_tensor: StoreTensor, path: Path) -> dict[str
 def _refuse(value: Any, path: Path) -> Any:
     kind = type(value)
     raise SettingsError(
-        f"{dotted(path) or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: give plain "
+        f"{dotted(path) or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: use plain "
         "values, tensors, or an object with state_dict() and load_state_dict()"
     )
 
@@ -184,7 +184,7 @@ def decode(form: Any, load_tensor: LoadTensor) -> Any:
     if not isinstance(form, dict):
         return form
     if len(form) != 1:
-        raise ProtocolError(f"a tagged value has the tags {sorted(form)[:5]}: one is wanted")
+        raise ProtocolError(f"a tagged value has the tags {sorted(form)[:5]}: expected one")
     ((tag, content),) = form.items()
     try:
         return _DECODERS[tag](content, load_tensor)
@@ -228,7 +228,7 @@ def _decode_dtype(content: Any, load_tensor: LoadTensor) -> Any:
 
     dtype = getattr(torch, content)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no type {content!r}")
+        raise ValueError(f"torch has no dtype {content!r}")
     return dtype
 
 
@@ -375,7 +375,7 @@ def parse_meta(data: bytes) -> StateMetadata:
 def read_meta(form: Any) -> StateMetadata:
     """Parse metadata whose JSON is already parsed."""
     if not isinstance(form, dict) or form.get("format") != _FORMAT:
-        raise ProtocolError(f"metadata of a state of another format than {_FORMAT}: another version of EDL saved it")
+        raise ProtocolError(f"a state's metadata is not in format {_FORMAT}: another version of EDL saved it")
     try:
         entries = tuple(map(_entry, form["tensors"]))
         layouts = tuple(map(_layout, form.get("layouts", [])))
@@ -385,10 +385,10 @@ def read_meta(form: Any) -> StateMetadata:
             dict(form["kinds"]), dict(form["tree"]), dict(form["local"]), entries, layouts, holders, per_rank
         )
     except (KeyError, TypeError, ValueError) as exc:
-        raise ProtocolError(f"metadata of a state cannot be read: {exc!r}") from exc
+        raise ProtocolError(f"a state's metadata cannot be read: {exc!r}") from exc
     for entry in entries:
         if not _holds_together(entry) or entry.layout >= len(layouts):
-            raise ProtocolError(f"metadata of a state has an impossible tensor: {entry}")
+            raise ProtocolError(f"a state's metadata has an impossible tensor: {entry}")
     return meta
 
 

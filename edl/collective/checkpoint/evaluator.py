@@ -1,4 +1,4 @@
-"""Evaluations that belong to a state of training: made once for each planned step, whatever restarts occur.
+"""Evaluations that belong to a state of training: run once for each planned step, however often it restarts.
 
 An `Evaluator` is a field of the `State`, so its results and the evaluation in progress survive with the state. After a
 restart, `Checkpointer.restore` repeats an evaluation that was in progress; the ranks first agree on which.
@@ -42,7 +42,7 @@ class Evaluator:
         name: Name of the evaluation in messages and in `edl status`.
         on_result: Function that every rank calls with the result, before the result is saved, so that its changes to
             the `State` are saved too: a step of a `ReduceLROnPlateau`, the best result so far, whether to stop. Don't
-            do this in the loop after `evaluate`: if a restart comes in between, the loop continues with the next step
+            do this in the loop after `evaluate`: if a restart happens in between, the loop continues with the next step
             and skips it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Evaluator:
             ProtocolError: The state was saved by another version of EDL.
         """
         if state.get("version") != _VERSION:
-            raise ProtocolError(f"an evaluator's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
+            raise ProtocolError(f"an Evaluator's state has version {state.get('version')!r}: this EDL reads {_VERSION}")
         self.results = dict(state["results"])
         self.pending = state["pending"]
 
@@ -132,10 +132,10 @@ def agree_on_pending(evaluator: Evaluator, group: Group) -> None:
 
 def _refuse_tensor(value: Any, path: Path) -> int:
     raise SettingsError(
-        f"{dotted(path)}: the result has a {type(value).__name__}, which would be saved with every step from now on: "
+        f"{dotted(path)}: the result contains a {type(value).__name__}, which would be saved with every step: "
         "return numbers (item(), tolist())"
     )
 
 
 def _no_tensor(number: int) -> Any:
-    raise ProtocolError(f"a result of an evaluation names tensor {number}, and results have none")
+    raise ProtocolError(f"a result of an evaluation names tensor {number}, but results contain none")

@@ -31,7 +31,7 @@ from edl.errors import SettingsError
 
 
 class ElasticLoop:
-    """Save between steps what an `Accelerator` prepared, and resume at the batch after the last save.
+    """Save the objects that an `Accelerator` has prepared, between steps, and resume at the batch after the last save.
 
     ::
 
@@ -57,7 +57,7 @@ class ElasticLoop:
         """
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if kind in ("DEEPSPEED", "MEGATRON_LM"):
-            raise SettingsError(f"{kind} keeps parameters where a State does not see them: use DDP or FSDP2")
+            raise SettingsError(f"{kind} keeps parameters where a State cannot see them: use DDP or FSDP2")
         if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
             raise SettingsError("only FSDP1 itself can name its shards: use fsdp_version=2")
         self._accelerator: Any = accelerator
@@ -81,23 +81,23 @@ class ElasticLoop:
                 epochs, or the script did not call `batches` in a resumed epoch.
         """
         if self._used:
-            raise SettingsError("an ElasticLoop serves one loop over epochs: make another Accelerator and script")
+            raise SettingsError("an ElasticLoop serves one loop over epochs: create another Accelerator and script")
         self._used = True
         place = self._place
         try:
             self._resuming = self._boundary.open(State(**self._fields()))
             if place.finished and place.epoch < count:
                 raise SettingsError(
-                    f"this job has ended after {place.epoch} epochs, and epochs({count}) asks for more: what their "
-                    "order is drawn from was not kept. Begin another job from the model that it left"
+                    f"this job has ended after {place.epoch} epochs, but epochs({count}) requests more: the random "
+                    "numbers for their order were not kept. Start another job from the model that this one saved"
                 )
             while place.epoch < count and not place.finished:
                 self._read = False
                 yield place.epoch
                 if self._resuming:
                     raise SettingsError(
-                        f"epoch {place.epoch} is gone on with behind its first {place.batches} batches, and the script "
-                        "did not call batches() in it: read it to its end, or leave the loop with break"
+                        f"epoch {place.epoch} resumes after its first {place.batches} batches, but the script did not "
+                        "call batches() in it: read it to its end, or leave the loop with break"
                     )
                 place.epoch += 1
                 place.batches = 0
@@ -188,9 +188,9 @@ def _check_models(fields: dict[str, Any]) -> None:
         lacking = [p for group in value.param_groups for p in group["params"] if id(p) not in known]
         if lacking:
             raise SettingsError(
-                f"{type(value).__name__} changes {len(lacking)} parameters, one of shape {tuple(lacking[0].shape)}, of "
-                "no model that the accelerator has prepared: they would be lost with a worker. Give the model, an "
-                "nn.Module, to accelerator.prepare() or to register_for_checkpointing()"
+                f"{type(value).__name__} changes {len(lacking)} parameters, one of shape {tuple(lacking[0].shape)}, "
+                "that no model prepared by the accelerator contains: they would be lost with a worker. Pass the model, "
+                "an nn.Module, to accelerator.prepare() or to register_for_checkpointing()"
             )
 
 
@@ -249,8 +249,8 @@ class _Place:
         if accumulated != self.accumulated:
             if self.batches % self.accumulated and not self._accelerator.gradient_state.sync_with_dataloader:
                 raise SettingsError(
-                    "sync_with_dataloader=False: a step goes on across epochs, and cannot with another "
-                    f"gradient_accumulation_steps than {self.accumulated}: leave one of the two as it was"
+                    "sync_with_dataloader=False: a step continues across epochs, which requires the saved "
+                    f"gradient_accumulation_steps={self.accumulated}: restore it, or change sync_with_dataloader"
                 )
             # An epoch's last step may be a short one. It is followed by no batches, however they are counted.
             self.batches = -(-self.batches // self.accumulated) * accumulated

@@ -1,9 +1,9 @@
 """Keras' `model.fit` under `edl run`, with the torch backend: `ElasticDataset` and `ElasticCallback`.
 
-`fit` knows neither ranks nor a place within an epoch. `ElasticDataset` gives each rank its share of every global batch,
-from the place that was restored. `ElasticCallback` averages gradients where the optimizer takes them, weighted by the
-ranks' shares, so the update is that of one process with the whole batch. It saves the state after each batch and
-restores it when `fit` begins. `fit` then starts with the restored epoch. It asks for as many batches as a whole epoch
+`fit` supports neither ranks nor a position within an epoch. `ElasticDataset` gives each rank its share of every global
+batch, from the restored position on. `ElasticCallback` averages gradients when the optimizer applies them, weighted by
+the ranks' shares, so the update is that of one process with the whole batch. It saves the state after each batch and
+restores it when `fit` begins. `fit` then starts with the restored epoch. It requests as many batches as a whole epoch
 has, and warns when a resumed epoch ends sooner; that warning is silenced.
 """
 
@@ -28,10 +28,10 @@ from edl.errors import SettingsError
 
 
 class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
-    """Give each rank its share of every global batch, in an order that seed and epoch decide.
+    """Give each rank its share of every global batch, in an order that depends on seed and epoch.
 
-    The order is its own: `shuffle` of `fit` does not change it. For soft labels, put
-    `edl.distill.keras.SoftLabelDataset` around it.
+    The `shuffle` argument of `fit` does not change this order. For soft labels, wrap it in
+    `edl.distill.keras.SoftLabelDataset`.
 
     Args:
         x: Inputs: an array [samples, ...], or a dict of them.
@@ -61,34 +61,34 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return x, self._y[rows]
 
     def on_epoch_begin(self) -> None:
-        """Begin to read at the place that was trained last."""
+        """Begin reading after the last trained batch."""
         self._shares = iter(self.sampler)
 
 
 class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Make `model.fit` elastic: workers may come and go, and the result does not change.
+    """Make `model.fit` elastic: workers may join and leave without changing the result.
 
     ::
 
         dataset = ElasticDataset(images, labels, global_batch=64)
         model.fit(dataset, epochs=10, callbacks=[ElasticCallback(dataset)])
 
-    It restores weights, the optimizer, seeds of layers such as dropout, metrics and the place in the data. All ranks
-    begin with the weights of rank 0. What other callbacks remember, such as `EarlyStopping`, begins anew.
+    It restores weights, the optimizer, seeds of layers such as dropout, metrics and the position in the data. All ranks
+    begin with the weights of rank 0. Other callbacks, such as `EarlyStopping`, start over.
 
     Args:
-        dataset: What `fit` trains on, or what the `SoftLabelDataset` that `fit` trains on was made of.
+        dataset: The dataset that `fit` trains on, or the one inside the `SoftLabelDataset` that `fit` trains on.
         **options: Options of the `Checkpointer`.
 
     Raises:
-        SettingsError: The dataset is no `ElasticDataset`, or Keras' backend is not torch.
+        SettingsError: The dataset is not an `ElasticDataset`, or Keras' backend is not torch.
     """
 
     def __init__(self, dataset: ElasticDataset, **options: Any) -> None:
         super().__init__()
         if keras.backend.backend() != "torch":
             raise SettingsError(
-                f"Keras uses {keras.backend.backend()}, and edl run needs torch: set KERAS_BACKEND=torch"
+                f"Keras uses {keras.backend.backend()}, but edl run needs torch: set KERAS_BACKEND=torch"
             )
         if not isinstance(dataset, ElasticDataset):
             raise SettingsError(f"dataset of type {type(dataset).__name__}: expected an ElasticDataset")
@@ -100,7 +100,7 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Restore the state, and have gradients averaged."""
         model, sampler = self.model, self._sampler
         if not isinstance(model.optimizer, keras.optimizers.Optimizer):
-            raise SettingsError("the model has no optimizer of Keras: compile() it before fit()")
+            raise SettingsError("the model has no Keras optimizer: compile() it before fit()")
         model.optimizer.build(model.trainable_variables)
         _spread(model.variables)
         self._metrics = _Variables(model.metrics_variables)
@@ -108,7 +108,7 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._state = State(variables=variables, sampler=sampler, step=-1, metrics=self._metrics, local=["metrics"])
         self._checkpointer = Checkpointer(self._state, **self._options)
         self._resuming = self._checkpointer.restore() >= 0
-        # A finished epoch is gone through once more without a batch, which draws as many numbers as its end did.
+        # A finished epoch is repeated without a batch, which draws as many random numbers as its end did.
         self._cut = self._resuming and not sampler.finished
         self._rng = capture_random_states() if self._cut else None
         model._initial_epoch = sampler.epoch
@@ -167,7 +167,7 @@ def _spread(variables: list[Any]) -> None:
 
 
 class _Variables:
-    """Variables of Keras as a field of a `State`, by position: their paths may be the same."""
+    """Keras variables as a field of a `State`, by position: their paths may be the same."""
 
     def __init__(self, variables: list[Any]) -> None:
         self._variables = variables
@@ -178,12 +178,12 @@ class _Variables:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         if len(saved) != len(self._variables):
-            raise SettingsError(f"the state is of {len(saved)} variables, the model has {len(self._variables)}")
+            raise SettingsError(f"the saved state has {len(saved)} variables, but the model has {len(self._variables)}")
         self._saved = saved
         self.apply()
 
     def apply(self) -> None:
-        """Assign what was restored; once more where Keras has reset it since."""
+        """Assign the restored values, once more if Keras has reset them since."""
         for number, value in self._saved.items():
             self._variables[int(number)].assign(value)
 

@@ -1,8 +1,8 @@
 """Lightning's `Trainer` under `edl run`: `ElasticLightningCallback`.
 
-Lightning's own checkpoints resume at the first batch of an epoch, lack the values logged in it, and follow rules of
-their own about calling hooks at its begin and end. So Lightning is not told that it restarts. Instead, its loops are
-set to the saved position, and the methods of theirs that matter are wrapped. A state is saved before a batch is read,
+Lightning's own checkpoints resume at the first batch of an epoch, lack the values logged in it, and follow
+their own rules for calling hooks at its start and end. So Lightning is not told that it restarts. Instead, its loops
+are set to the saved position, and the methods that matter are wrapped. A state is saved before a batch is read,
 so that random numbers that the dataset draws in this process are restored too. The parts that other libraries' loops
 share are in `loop_position`.
 """
@@ -103,7 +103,7 @@ class LoggedValues:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Hold the values until a batch begins: whatever hooks log or reset before that was done before, too."""
+        """Hold the values until a batch begins: whatever hooks log or reset before that was already done."""
         self._saved = saved
 
     def apply(self) -> None:
@@ -140,7 +140,7 @@ def _pack_result(result: Any) -> dict[str, Any]:
     """Return a value of `self.log` and how it is reduced, as plain values and tensors."""
     meta = result.meta
     if meta.sync.group is not None:
-        raise SettingsError(f"self.log({meta.name!r}, sync_dist_group=...) cannot be restored: leave the group out")
+        raise SettingsError(f"self.log({meta.name!r}, sync_dist_group=...) cannot be restored: remove the group")
     return {
         "meta": {name: getattr(meta, name) for name in _META},
         "dataloader_idx": meta.dataloader_idx,
@@ -426,14 +426,14 @@ _WRAPPERS: Final = {
 """Methods of the callback, by the loop and the method that they wrap."""
 _REFUSED: Final = {
     "BatchSizeFinder": "set the batch size that it finds",
-    "BaseFinetuning": "it adds parameters to the optimizer while training: give it all of them, and freeze by a hook",
+    "BaseFinetuning": "it adds parameters to the optimizer while training: give it all of them, and freeze in a hook",
     "GradientAccumulationScheduler": "use accumulate_grad_batches",
     "LearningRateFinder": "set the learning rate that it finds",
-    "ModelPruning": "it changes which parameters there are",
+    "ModelPruning": "it changes the set of parameters",
     "StochasticWeightAveraging": "use WeightAveraging, which keeps its averages in the checkpoint",
 }
 _STRATEGIES: Final = {
-    "DeepSpeedStrategy": "DeepSpeed keeps parameters where a State does not see them: use ddp or ModelParallelStrategy",
+    "DeepSpeedStrategy": "DeepSpeed keeps parameters where a State cannot see them: use ddp or ModelParallelStrategy",
     "FSDPStrategy": "only FSDP1 itself can name its shards: use ModelParallelStrategy with fully_shard (FSDP2)",
 }
 
@@ -477,7 +477,7 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         if stage != "fit":
             return
         if self._used:
-            raise SettingsError("an ElasticLightningCallback serves one call of fit(): make another Trainer")
+            raise SettingsError("an ElasticLightningCallback serves one call of fit(): create another Trainer")
         self._used = True
         _check(trainer)
         self._progress = LoopProgress(trainer)
@@ -575,7 +575,7 @@ def _check(trainer: Any) -> None:
     loops = _loops_of(trainer)
     if any(not hasattr(loops[loop], method) for loop, method in _WRAPPERS):
         raise SettingsError(
-            f"ElasticLightningCallback does not know the loops of Lightning {_lightning.__version__}: use 2.6"
+            f"ElasticLightningCallback does not support the loops of Lightning {_lightning.__version__}: use 2.6"
         )
     strategy = _named(trainer.strategy, _STRATEGIES)
     if strategy is not None:
@@ -583,7 +583,7 @@ def _check(trainer: Any) -> None:
     for callback in trainer.callbacks:
         name = _named(callback, _REFUSED)
         if name is not None:
-            raise SettingsError(f"{name} cannot go on in the middle of training: {_REFUSED[name]}")
+            raise SettingsError(f"{name} cannot resume in the middle of training: {_REFUSED[name]}")
     if trainer.reload_dataloaders_every_n_epochs > 1:
         raise SettingsError(
             f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}: a restart in between "

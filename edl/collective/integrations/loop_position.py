@@ -56,8 +56,8 @@ class BoundaryCheckpointer:
         shared = "slots" not in self._options and any(kept)
         if shared and BoundaryCheckpointer._opened:
             raise SettingsError(
-                "a job keeps the state of one training loop, and this script begins a second one, which would go on "
-                "from the end of the first: give it a job of its own (another script, --rdzv-id and --checkpoint)"
+                "a job keeps the state of one training loop, and this script begins a second one, which would "
+                "continue from the end of the first: give it its own job (another script, --rdzv-id and --checkpoint)"
             )
         BoundaryCheckpointer._opened |= shared
         self._checkpointer = self._stack.enter_context(Checkpointer(state, **self._options))
@@ -88,7 +88,7 @@ class BoundaryCheckpointer:
     def close(self) -> None:
         """Release the memory, without another save."""
         if self._checkpointer is not None and not self._ended:
-            self._checkpointer.close()  # or its `__exit__` would save objects that a broken step has half changed
+            self._checkpointer.close()  # or its `__exit__` would save objects that a failed step has half changed
         self._checkpointer = None
         self._stack.close()
 
@@ -97,17 +97,17 @@ def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
     """Check that a step trains as many samples as before."""
     if saved != here:
         raise SettingsError(
-            f"a step trained {saved} samples, and trains {here} with {workers} workers: samples would be repeated or "
+            f"a step trained {saved} samples, but trains {here} with {workers} workers: samples would be repeated or "
             f"left out. {remedy}"
         )
 
 
 def check_order(saved: Any, here: Any) -> None:
-    """Check that the data comes in the same order as before."""
+    """Check that the data is read in the same order as before."""
     if saved != here:
         raise SettingsError(
-            f"the data was read in the order of {saved}, and would go on in that of {here}: give the same dataset, "
-            "sampler and seed"
+            f"the data was read in the order of {saved}, but would continue in that of {here}: use the same "
+            "dataset, sampler and seed"
         )
 
 
@@ -160,8 +160,8 @@ def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
     )
     if getattr(sampler, "keeps_place", False):
         raise SettingsError(
-            f"{type(sampler).__name__} counts the samples that were trained, and this trainer does not tell it: leave "
-            "it out, the place in the data is kept"
+            f"{type(sampler).__name__} counts the samples that were trained, but this trainer does not update it: "
+            "remove it, since the position in the data is saved anyway"
         )
     if not (_is_function_of_epoch(sampler) or (redrawn and _is_drawn(sampler))):
         raise SettingsError(

@@ -67,7 +67,7 @@ class _Layer(_Wrapped):
         live = self.inner.state_dict()
         odd = sorted(live.keys() ^ form.keys())
         if odd:
-            raise SettingsError(f"the saved state does not fit the layer: one of them lacks {', '.join(odd[:5])}")
+            raise SettingsError(f"the saved state does not fit the layer: one of the two lacks {', '.join(odd[:5])}")
         for name, saved in form.items():
             _put(live[name], saved, name)
 
@@ -111,8 +111,8 @@ class _Optimizer(_Wrapped):
         for name in (*form["accumulators"], *form["masters"]):
             if not any(name.startswith(parameter) for parameter in parameters):
                 raise SettingsError(
-                    f"the optimizer's saved state has {name}, and the optimizer no such parameter: make the layers in "
-                    "the order in which they were made when it was saved"
+                    f"the optimizer's saved state has {name}, but the optimizer has no such parameter: create the "
+                    "layers in the order in which they were created before the save"
                 )
         mine: dict[str, Any] = {name: _as_paddle(tensor, name) for name, tensor in form["accumulators"].items()}
         if form["masters"]:
@@ -177,7 +177,7 @@ def _put(live: Any, saved: torch.Tensor, name: str) -> None:
     kinds = [str(tensor.dtype).rpartition(".")[2] for tensor in (saved, live)]
     shapes = [tuple(saved.shape), tuple(live.shape)]
     if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
-        raise SettingsError(f"{name} was saved as {kinds[0]}{shapes[0]}, and is {kinds[1]}{shapes[1]} now")
+        raise SettingsError(f"{name} was saved as {kinds[0]}{shapes[0]}, but is now {kinds[1]}{shapes[1]}")
     live.set_value(_as_paddle(saved, name))
 
 
@@ -199,7 +199,7 @@ def init_parallel_env(timeout_s: float = _TIMEOUT_S) -> None:
         timeout_s: Seconds to wait for the first trainer.
 
     Raises:
-        TemporaryError: The first trainer did not come up in time.
+        TemporaryError: The first trainer did not start in time.
     """
     master, rank = read("PADDLE_MASTER", str), read("PADDLE_TRAINER_ID", int)
     if master is not None and rank is not None and rank > 0 and not paddle.distributed.is_initialized():
@@ -262,7 +262,7 @@ def _join(timeout_s: float) -> None:
     if _trainers() == 1 or torch.distributed.is_initialized():
         return
     if not paddle.distributed.is_initialized():
-        raise SettingsError("call edl.collective.paddle.init_parallel_env() before a Checkpointer is made")
+        raise SettingsError("call edl.collective.paddle.init_parallel_env() before creating a Checkpointer")
     rank, world = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
     timeout = timedelta(seconds=timeout_s)
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
@@ -289,5 +289,5 @@ def _wait_for(endpoint: str, timeout_s: float) -> None:
             return
         except OSError as exc:
             if time.monotonic() > deadline:
-                raise TemporaryError(f"the first trainer, at {endpoint}, did not come in {timeout_s:g} s") from exc
+                raise TemporaryError(f"the first trainer, at {endpoint}, did not start within {timeout_s:g} s") from exc
             time.sleep(_POLL_S)

@@ -68,13 +68,13 @@ class ElasticCallback(transformers.TrainerCallback):
         known = inspect.signature(getattr(trainer, "_run_epoch", lambda: None)).parameters
         if _POSITION - known.keys():
             raise SettingsError(
-                f"ElasticCallback does not know the Trainer of transformers {transformers.__version__}: use 5.23"
+                f"ElasticCallback does not support the Trainer of transformers {transformers.__version__}: use 5.23"
             )
         if trainer.args.ignore_data_skip:
-            raise SettingsError("ignore_data_skip=True would train samples again after a restart: leave it out")
+            raise SettingsError("ignore_data_skip=True would train samples again after a restart: remove it")
         if trainer.is_deepspeed_enabled:
-            raise SettingsError("DeepSpeed keeps parameters where a State does not see them: use DDP or FSDP2")
-        # A weak reference: a trainer in a cycle lives until the garbage collector finds it, which ends its loaders'
+            raise SettingsError("DeepSpeed keeps parameters where a State cannot see them: use DDP or FSDP2")
+        # A weak reference: a trainer in a cycle exists until the garbage collector finds it, which ends its loaders'
         # workers in an order that makes each of them time out after 5 s.
         self._trainer = weakref.proxy(trainer)
         self._boundary = BoundaryCheckpointer(options)
@@ -93,7 +93,7 @@ class ElasticCallback(transformers.TrainerCallback):
         """Restore the newest state, if there is one."""
         if self._used:
             raise SettingsError(
-                "an ElasticCallback serves one call of train(): make another Trainer and another script"
+                "an ElasticCallback serves one call of train(): create another Trainer and another script"
             )
         self._used = True
         trainer, optimizer = self._trainer, kwargs["optimizer"]
@@ -225,9 +225,9 @@ class _Progress:
         before = saved.get("asked", self._asked)
         if saved["finished"] and any(map(operator.gt, self._asked, before)):
             raise SettingsError(
-                f"this job has ended with num_train_epochs={before[0]:g} and max_steps={before[1]}, and "
-                f"{self._asked[0]:g} and {self._asked[1]} are asked for: it cannot go on exactly. Begin another job "
-                "from the model that it left"
+                f"this job has ended with num_train_epochs={before[0]:g} and max_steps={before[1]}, but "
+                f"{self._asked[0]:g} and {self._asked[1]} are requested: it cannot resume exactly. Start another job "
+                "from the model that this one saved"
             )
         self.epoch = saved["epoch"]
         self.updates = saved["updates"]

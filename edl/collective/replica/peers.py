@@ -56,7 +56,7 @@ from edl.discovery.served.addresses import open_listener
 from edl.errors import EDLError, PermanentError, ProtocolError, TemporaryError
 
 if TYPE_CHECKING:
-    from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls import PeerTLS  # imported only if TLS is used
 
 CHUNK_NBYTES: Final = 1 << 20
 """Bytes of a piece that is sent at once. A tenth of this would cost more of Python's time; ten times as much would not
@@ -147,7 +147,7 @@ class AuthenticatedConnection:
         """Receive the next message."""
         length = int.from_bytes(self._receive_exactly(4), "little")
         if length > _FRAME_MOST_NBYTES:
-            raise ProtocolError(f"a message of {length} bytes where at most {_FRAME_MOST_NBYTES} are expected")
+            raise ProtocolError(f"a message of {length} bytes, but at most {_FRAME_MOST_NBYTES} are expected")
         data, mac = self._receive_exactly(length), self._next_received()
         mac.update(data)
         self._check_tag(mac.digest())
@@ -192,7 +192,7 @@ class AuthenticatedConnection:
 
     def _check_tag(self, tag: bytes) -> None:
         if not hmac.compare_digest(self._receive_exactly(_MAC_NBYTES), tag):
-            raise ProtocolError("what was received is not what was sent")
+            raise ProtocolError("the received data is not what was sent")
 
     def _receive_exactly(self, nbytes: int, deadline: float | None = None) -> bytes:
         data = bytearray(nbytes)
@@ -250,8 +250,8 @@ def send_states(
     readable on the network.
 
     Raises:
-        TemporaryError: The receiver does not answer or went away, `stopping` returned True, or a state was overwritten
-            during the transfer. The receiver still has what it had before.
+        TemporaryError: The receiver does not answer or disconnected, `stopping` returned True, or a state was
+            overwritten during the transfer. The receiver still has what it had before.
         ProtocolError: The receiver is not an agent of this job.
         ReplicaRefusedError: The receiver has no room.
     """
@@ -300,7 +300,7 @@ def _state_contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], boo
     for whole in (data, memoryview(meta)):
         for begin in range(0, len(whole), CHUNK_NBYTES):
             if stopping():
-                raise TemporaryError("given up half-way")
+                raise TemporaryError("stopped halfway")
             yield whole[begin : begin + CHUNK_NBYTES]
     if state not in find_slots(state.path.with_suffix("")):
         raise TemporaryError(f"{state.path} was overwritten while it was sent")
@@ -442,7 +442,7 @@ class ReplicaServer:
         memory = os.statvfs(self._folder.path)
         free = memory.f_bavail * memory.f_frsize
         if nbytes - there > self._share_of_free * free:
-            return f"{nbytes:,} bytes are more than {self._share_of_free:.0%} of the {free:,} that are free in memory"
+            return f"{nbytes:,} bytes are more than {self._share_of_free:.0%} of the {free:,} bytes of free memory"
         return ""
 
 

@@ -32,7 +32,7 @@ from edl.errors import EDLError, SettingsError
 from edl.settings import positive_float, read
 
 if TYPE_CHECKING:
-    from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls import PeerTLS  # imported only if TLS is used
 
 
 class ReplicaAction(Enum):
@@ -110,9 +110,9 @@ class ReplicationSchedule:
 
 
 _POLL_S: Final = 0.2
-"""How often to look for kept states. They are kept about every ten seconds, and a look reads some pages of memory."""
+"""How often to look for kept states. They are kept about every ten seconds, and a check reads some pages of memory."""
 _CLOSE_S: Final = 1.0
-"""How long to wait for a transfer under way when the node leaves. It may itself wait for a peer that does not
+"""How long to wait for a transfer in progress when the node leaves. It may itself wait for a peer that does not
 answer."""
 _SECRET_NBYTES: Final = 32  # 256 bits, as many as the HMACs made with it
 
@@ -129,7 +129,7 @@ def replica_peer(world: World, node: str) -> Member | None:
 def job_secret(store: Store, job: str) -> Callable[[], bytes]:
     """Return a function that returns the secret that the agents of a job share; the first agent that asks makes it.
 
-    It is known to those who can read the job's Store.
+    Anyone who can read the job's Store knows it.
     """
     return cache(partial(create_once, store, prefix(job) + "secret", secrets.token_bytes(_SECRET_NBYTES)))
 
@@ -137,8 +137,8 @@ def job_secret(store: Store, job: str) -> Callable[[], bytes]:
 class Replicator:
     """Sends states to the peer and receives those of another node, in threads, until `close`.
 
-    What a dead agent left in `folder` is used. `slots` are the `EDL_SLOTS` of this node's workers, by local rank. `say`
-    is called with every line that a person should see.
+    Replicas that a dead agent left in `folder` are used. `slots` are the `EDL_SLOTS` of this node's workers, by local
+    rank. `say` is called with every line that a person should see.
     """
 
     def __init__(
@@ -272,15 +272,15 @@ class Replicator:
             send_states(address, self._secret(), self._node, states, stopping=stopping, tls=self._tls)
         except EDLError as exc:
             if not stopping():
-                self._report_failure(f"node {peer.id} did not take a replica of this node's state ({exc})")
+                self._report_failure(f"node {peer.id} did not accept a replica of this node's state ({exc})")
             return False
         if self._silent:
             self._silent = False
-            self._say(f"node {peer.id} takes replicas of this node's state")
+            self._say(f"node {peer.id} accepts replicas of this node's state")
         return True
 
     def _report_failure(self, what: str) -> None:
         """Report a failure once, until a transfer succeeds."""
         if not self._silent:
             self._silent = True
-            self._say(f"{what}: tried again later")
+            self._say(f"{what}: retrying later")

@@ -13,7 +13,7 @@ from edl.errors import SettingsError
 
 
 def handler_creator() -> Any:
-    """Return what torch calls when the backend is requested; only that call may fail."""
+    """Return the function torch calls when the backend is requested; only that call may fail."""
 
     def refuse(params: Any) -> NoReturn:
         raise SettingsError(describe_removal("--rdzv-backend=edl"))

@@ -39,7 +39,7 @@ logger = logging.getLogger("edl.collective")
 
 
 def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumulates: bool) -> None:
-    """Refuse a module whose gradients would be averaged twice, in part, or over other ranks than those of `group`.
+    """Refuse a module whose gradients would be averaged twice, in part, or over ranks other than those of `group`.
 
     `accumulates` says whether a step may have several micro-batches.
     """
@@ -47,46 +47,46 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
     inside = [part for part in module.modules() if all(part is not layer for layer in own)]
     if any(isinstance(part, DistributedDataParallel) for part in inside):
         raise SettingsError(
-            "a part of the model is wrapped in DistributedDataParallel, which would average its gradients once more: "
-            "wrap the whole model, and give ElasticTrainer what comes of it"
+            "a part of the model is wrapped in DistributedDataParallel, which would average its gradients twice: wrap "
+            "the whole model, and pass the result to ElasticTrainer"
         )
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in inside):
         raise SettingsError("FullyShardedDataParallel is not supported: use torch.distributed.fsdp.fully_shard")
     whole = any(isinstance(part, FSDPModule) for part in own)
     if not whole and any(isinstance(part, DTensor) for part in module.parameters()):
         raise SettingsError(
-            "parts of the model are sharded, but not by fully_shard of the whole, which averages what is in none of "
-            "them: call fully_shard(model), too, after its parts"
+            "fully_shard was called on parts of the model but not on the whole, so the gradients of the rest would not "
+            "be averaged: call fully_shard(model), too, after its parts"
         )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and not _is_sharded_over(parameter, _ranks(group)):
             raise SettingsError(
                 f"{name} is sharded over {parameter.device_mesh}, {list(parameter.placements)}; ElasticTrainer "
-                "averages gradients over all ranks of its group, each with data of its own: shard over a mesh "
-                "of just these (fully_shard, or HSDP over all of them). Tensor, pipeline and context parallelism are "
-                "not supported"
+                "averages gradients over all ranks of its group, each with its own data: shard over a mesh "
+                "of exactly these (fully_shard, or HSDP over all of them). Tensor, pipeline and context parallelism "
+                "are not supported"
             )
     for part in own:
         if not isinstance(part, DistributedDataParallel):
             continue
         if part.static_graph and accumulates:
             raise SettingsError(
-                "DistributedDataParallel(static_graph=True) fails where a step has several micro-batches: leave out "
+                "DistributedDataParallel(static_graph=True) fails if a step has several micro-batches: remove "
                 "static_graph, or max_micro_batch, AdaScale and auto"
             )
         if _ranks(part.process_group) != _ranks(group):
             raise SettingsError(
-                "DistributedDataParallel averages over other ranks than ElasticTrainer counts: pass both the same group"
+                "DistributedDataParallel averages over different ranks than ElasticTrainer: pass both the same group"
             )
 
 
 def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that updates tensors which are not parameters of the module."""
+    """Refuse an optimizer that updates tensors other than the module's parameters."""
     strangers = set(map(id, updated)) - set(map(id, parameters))
     if strangers:
         raise SettingsError(
-            f"the optimizer has {len(strangers)} parameters that the model lacks: they are not averaged. Make it "
-            "after fully_shard, and give ElasticTrainer a module that holds all of them, such as an nn.ModuleList"
+            f"the optimizer has {len(strangers)} parameters that the model lacks: they are not averaged. Create it "
+            "after fully_shard, and pass ElasticTrainer a module with all of them, such as an nn.ModuleList"
         )
 
 
@@ -163,7 +163,7 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's bucket size; it bounds the memory for the copy of the gradients that is sent
 _WARM_STEPS = 10
-"""Steps before an adaptive optimizer's mean of squares is trusted. After fewer, it is mostly chance, and so is a
+"""Steps before an adaptive optimizer's mean of squares is trusted. With fewer, it is mostly noise, and so is a
 gradient divided by its root: the squared quotient of a normal number by the root mean square of k others has a finite
 mean only from k = 3 on, and a finite variance from k = 5 on."""
 
@@ -218,7 +218,7 @@ class NoiseMeter:
     copy of a gradient is kept, and a step sends only two numbers.
 
     With an adaptive optimizer, a parameter counts only after `_WARM_STEPS` steps. Before that, the optimizer's scale
-    for it rests on too few gradients: the quotient can be of any size, and one such step would outweigh a hundred
+    for it is based on too few gradients: the quotient can have any size, and one such step would outweigh a hundred
     others.
     """
 
@@ -238,8 +238,7 @@ class NoiseMeter:
     def micro_batch(self, rows: float, factor: float) -> Iterator[None]:
         """Measure the backward pass that runs in the block.
 
-        `rows` is the weight of the micro-batch, which is not measured at 0. `factor` is what its loss was multiplied
-        by.
+        `rows` is the weight of the micro-batch; with 0, it is not measured. Its loss was multiplied by `factor`.
         """
         self._measuring = rows > 0
         try:
@@ -310,8 +309,8 @@ class NoiseMeter:
         if not self._warned and "momentum_buffer" not in state:
             self._warned = True
             logger.warning(
-                "gradient noise is measured without %s's own scaling, which EDL does not know; if it is an adaptive "
-                "optimizer, choose another policy than AdaScale and no automatic batch",
+                "gradient noise is measured without %s's own scaling, which EDL does not know; with an adaptive "
+                "optimizer, use neither AdaScale nor an automatic batch",
                 type(self._optimizer).__name__,
             )
 
@@ -351,7 +350,7 @@ def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor |
 
 
 def _step(state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Return the number of steps a parameter has made, a number or tensor; some optimizers count per group."""
+    """Return a parameter's step count, as a number or tensor; some optimizers count per group."""
     return state.get("step", options.get("step"))
 
 
@@ -372,7 +371,7 @@ class GradientGroups:
 
     @property
     def usable(self) -> bool:
-        """Whether they allow an estimate: there are at least two groups, and the gradients are finite."""
+        """Whether the norms allow an estimate: there are at least two groups, and the gradients are finite."""
         return self.count > 1 and math.isfinite(self.weighted_square) and math.isfinite(self.square)
 
     def estimate(self) -> tuple[float, float]:

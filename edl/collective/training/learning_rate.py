@@ -1,4 +1,4 @@
-"""The rules that adapt the learning rate when the global batch is not the one that the rate was chosen for.
+"""Rules that adapt the learning rate to a global batch other than the one for which it was chosen.
 
 With the scale S = batch / base batch, a policy gives the factor by which your schedule's rate is multiplied:
 
@@ -6,19 +6,19 @@ With the scale S = batch / base batch, a policy gives the factor by which your s
 | --- | --- | --- |
 | `None` | 1 | a rate that suits every batch of the run |
 | `Linear` | S, after a warm-up | SGD (Goyal et al., "Accurate, Large Minibatch SGD", 2017) and LARS |
-| `SquareRoot` | √S, after an optional warm-up | Adam and RMSprop, whose decays and epsilon follow; LAMB |
+| `SquareRoot` | √S, after an optional warm-up | Adam and RMSprop, whose decays and epsilon are scaled too; LAMB |
 | `AdaScale` | from 1 to S, by the measured noise | SGD (Johnson et al., "AdaScale SGD", 2020) |
 | a function of S | its return value | anything else |
 
 LARS (You et al., "Large Batch Training of Convolutional Networks", 2017) scales rates layer by layer, in addition to
 the linear rule with its warm-up. LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020) uses the
-square root rule, and its warm-up lasts as many times more epochs as the batch is larger.
+square root rule, and a warm-up whose number of epochs grows in proportion to the batch.
 
 The rules leave the optimizer's state alone: its moments describe gradients, whose mean does not depend on the batch.
 
-Schedules here count samples, which mean the same for every batch. A schedule that counts steps reaches other rates at
-the same data when the batch changes, and wrong ones if boundaries computed for the new batch meet a restored count of
-old steps.
+Schedules here count samples, which mean the same for every batch. When the batch changes, a schedule that counts steps
+reaches different rates at the same data, and wrong ones if boundaries computed for the new batch are compared with a
+restored count of old steps.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from edl.errors import SettingsError
 class Linear:
     """Scale the learning rate linearly with the batch, with a warm-up to larger factors.
 
-    Goyal et al. 2017, sections 2.1 and 2.2, who use five epochs of warm-up for factors up to 32. A smaller factor takes
-    effect at once. PyTorch's momentum buffer does not contain the learning rate, so it needs no correction (their
-    section 3) when the rate changes.
+    Follows Goyal et al. 2017, sections 2.1 and 2.2, who use five epochs of warm-up for factors up to 32. A smaller
+    factor takes effect at once. PyTorch's momentum buffer does not contain the learning rate, so it needs no correction
+    (their section 3) when the rate changes.
 
     Attributes:
         warmup_samples: Samples over which the factor grows to a larger one; 0 for no warm-up.
@@ -94,7 +94,7 @@ def decay_for(decay: float, scale: float) -> float:
 def epsilon_for(epsilon: float, scale: float) -> float:
     """Return the epsilon of an adaptive optimizer at `scale` times the base batch.
 
-    Malladi et al. 2022: ε/√S, because the root of the second moment shrinks by as much where it is mostly noise.
+    Malladi et al. 2022: ε/√S, because the root of the second moment shrinks by as much if it is mostly noise.
     """
     return epsilon / math.sqrt(scale)
 
@@ -113,8 +113,8 @@ class RateScaling:
     """The learning rate factor and the progress of a training run.
 
     Attributes:
-        base_batch: Samples of a step that the learning rate was chosen for.
-        batch: Samples of a step now.
+        base_batch: Samples per step for which the learning rate was chosen.
+        batch: Samples per step now.
         samples: Samples trained so far.
         progress: The position of schedules, in samples at the base batch: the samples trained or, with `AdaScale`, its
             scale-invariant steps times the base batch.
@@ -132,7 +132,7 @@ class RateScaling:
         self._since = 0  # samples trained at the start of the warm-up
 
     def set_batch(self, batch: int, noise: GradientNoise) -> None:
-        """Use a global batch of `batch` samples from the next step on; a warm-up starts from the present factor."""
+        """Use a global batch of `batch` samples from the next step on; a warm-up starts from the current factor."""
         if batch != self.batch:
             self._from = self.factor(noise)
             self._since = self.samples
@@ -187,7 +187,7 @@ class RateScaling:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Resume from a saved state. The policy and the base batch are the user's, and not part of the state."""
+        """Resume from a saved state. The user sets the policy and the base batch; the state does not contain them."""
         self.batch = int(state["batch"])
         self.samples = int(state["samples"])
         self.progress = float(state["progress"])
@@ -210,7 +210,7 @@ class SampleSchedule:
     `edl.collective.training.learning_rate.RateScaling.progress`: the samples trained, or AdaScale's equivalent.
 
     Args:
-        scheduler: The PyTorch scheduler that `step()` advances, and whose `state_dict` has all of its state.
+        scheduler: The PyTorch scheduler that `step()` advances, and whose `state_dict` contains all of its state.
         samples_per_step: Samples of progress for each step of the scheduler.
 
     Raises:
@@ -224,7 +224,7 @@ class SampleSchedule:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise SettingsError(
                 "ReduceLROnPlateau counts evaluations, not steps, so it needs no SampleSchedule: have an Evaluator "
-                "call its step(metric), Evaluator(..., on_result=plateau.step), and give both to the State"
+                "call its step(metric), Evaluator(..., on_result=plateau.step), and pass both to the State"
             )
         self.scheduler = scheduler
         self.samples_per_step = samples_per_step

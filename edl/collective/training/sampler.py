@@ -4,7 +4,7 @@ The order of an epoch depends on the seed and the epoch alone. It is cut into gl
 share of each. Where a global batch begins and ends does not depend on the number of ranks, so a world of any size
 trains the same batches in the same order, and one number records how far an epoch has come: how many samples of its
 order *were trained*. The training loop advances it after each step. Iteration doesn't: a `DataLoader`'s workers and
-`edl.distill` read several batches ahead, and samples that were read but not trained when a worker died must come again.
+`edl.distill` read several batches ahead, and samples that were read but not trained when a worker died must be reread.
 
 A batch is whatever the training loop uses: tensors, arrays, lists, and nests of these. Tuples, named tuples and
 mappings are structures of parts; so is a list that contains a tensor, an array or a structure, which is how
@@ -81,7 +81,7 @@ def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, lea
     Sizes other than 0 differ by at most one sample. `most` is the number of samples that fit into memory at once, None
     for no limit. There are at least `parts` micro-batches; if there are too few samples for that, some have 0. A
     micro-batch that is not empty has at least `least` samples if `most` allows it. Returns the sizes, the largest
-    first. An empty list if `samples` is 0, unless `parts` is above 1.
+    first, or an empty list if `samples` is 0 and `parts` is not above 1.
     """
     if most is not None and most < 1:
         raise SettingsError(f"max_micro_batch={most}: must be at least 1, or None for no limit")
@@ -99,7 +99,7 @@ def count_rows(batch: object) -> int:
     if not counts:
         raise SettingsError(f"a batch of type {type(batch).__name__} has no part with rows, such as a tensor")
     if len(set(counts)) > 1:
-        raise SettingsError(f"the parts of a batch have {sorted(set(counts))} rows: each needs one for each sample")
+        raise SettingsError(f"the parts of a batch have {sorted(set(counts))} rows: each needs one per sample")
     return counts[0]
 
 
@@ -191,7 +191,7 @@ class ElasticSampler(Sampler[list[int]]):
         if tail == "drop" and length < global_batch:
             raise SettingsError(f"tail='drop' leaves no batch: {length} samples, global_batch={global_batch}")
         if (rank is None) != (world is None):
-            raise SettingsError("rank and world go together: pass both, or neither")
+            raise SettingsError("pass both rank and world, or neither")
         self.length = length
         self.seed = seed
         self.shuffle = shuffle
@@ -212,23 +212,23 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def global_batch(self) -> int:
-        """Samples of the next optimizer step over all ranks, unless it is the last of an epoch."""
+        """Samples in the next optimizer step over all ranks, unless it is the last of an epoch."""
         return self._size_at(self.consumed)
 
     @property
     def batch_samples(self) -> int:
-        """Samples of the next optimizer step over all ranks; 0 if the epoch is finished."""
+        """Samples in the next optimizer step over all ranks; 0 if the epoch is finished."""
         return batch_size_at(self.consumed, self.length, self.global_batch, self.tail)
 
     @property
     def share_rows(self) -> int:
-        """Samples of the next optimizer step that this rank trains; its batch may have more, see `handed_rows`."""
+        """Samples that this rank trains in the next optimizer step; its batch may have more, see `handed_rows`."""
         rank, world = self._place
         return len(rank_share(self.batch_samples, world, rank, self._least))
 
     @property
     def handed_rows(self) -> int:
-        """Rows of this rank's next batch: its share or, if that is empty, the fewest that a model can take, often 1."""
+        """Rows of this rank's next batch: its share or, if that is empty, the fewest that a model accepts, often 1."""
         return self.share_rows or min(self._least, self.batch_samples)
 
     def require_rows(self, least: int) -> None:
@@ -313,7 +313,7 @@ class ElasticSampler(Sampler[list[int]]):
             yield max(self._handed, self.consumed)
 
     def resize(self, global_batch: int, at: int) -> None:
-        """Use another global batch from a position in this epoch on.
+        """Change the global batch from a position in this epoch on.
 
         Every rank must call this with the same arguments, and none may have read beyond `at`. To agree on `at`,
         exchange the positions that `hold` yields and take the largest, while all ranks are still in `hold`.
@@ -330,7 +330,7 @@ class ElasticSampler(Sampler[list[int]]):
             raise SettingsError(f"global_batch={global_batch}: must be from 1 to the {self.length} samples of an epoch")
         with self.hold() as handed:
             if at < handed:
-                raise SettingsError(f"cannot change the batch at sample {at}: {handed} were handed out already")
+                raise SettingsError(f"cannot change the batch at sample {at}: {handed} were already handed out")
             self._sizes = [size for size in self._sizes if size[0] < at] + [(at, global_batch)]
 
     # --- Iteration ---
@@ -425,15 +425,15 @@ class ElasticSampler(Sampler[list[int]]):
             state: A state that `state_dict` returned.
 
         Raises:
-            SettingsError: The state is of another dataset length or seed; going on would repeat and leave out samples.
-            ProtocolError: The state has an unknown version, or the epoch's order has changed, because of another
+            SettingsError: The state is for a different dataset length or seed; samples would be repeated or left out.
+            ProtocolError: The state has an unknown version, or the epoch's order has changed, because of a different
                 `shuffle` or a version of PyTorch that shuffles differently.
         """
         if state.get("version") != _VERSION:
-            raise ProtocolError(f"a sampler's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
+            raise ProtocolError(f"the sampler's state has version {state.get('version')!r}: this EDL reads {_VERSION}")
         if (state["length"], state["seed"]) != (self.length, self.seed):
             raise SettingsError(
-                f"the state is of {state['length']} samples with seed {state['seed']}, the sampler of {self.length} "
+                f"the state is for {state['length']} samples with seed {state['seed']}, the sampler for {self.length} "
                 f"with seed {self.seed}: samples would be repeated or left out"
             )
         with self._lock:
@@ -444,12 +444,12 @@ class ElasticSampler(Sampler[list[int]]):
             self._handed = self.consumed
             self._passed = False
             if state["asked"] != self.asked:
-                logger.info("global batch %s from here on, as asked for; it was %s", self.asked, self.global_batch)
+                logger.info("global batch %s from here on, as requested; it was %s", self.asked, self.global_batch)
                 self._sizes = [size for size in self._sizes if size[0] < self.consumed] + [(self.consumed, self.asked)]
             self._indices()
             assert self._order is not None
             if self._order[2] != state["order_crc"]:
                 raise ProtocolError(
-                    f"the order of epoch {self.epoch} is not that of the state: shuffle={self.shuffle} is new, or "
-                    "PyTorch is of another version. Restore what differs, or start the epoch again"
+                    f"the order of epoch {self.epoch} differs from the saved one: shuffle={self.shuffle} is new, or "
+                    "the version of PyTorch is. Restore the old setting or version, or start the epoch again"
                 )

@@ -46,8 +46,8 @@ class TrainingStep:
 
     samples: int  # samples of the global batch
     world: int  # number of ranks
-    sizes: list[int]  # rows of this rank's micro-batches. A size of 0 stands for a backward pass without weight.
-    left: int = field(init=False)  # micro-batches whose backward pass is still to come
+    sizes: list[int]  # rows of this rank's micro-batches. A size of 0 means a backward pass without weight.
+    left: int = field(init=False)  # micro-batches whose backward pass is still due
     # Weights of this rank's micro-batches, by default their rows. Over all ranks they add up to `samples`.
     weights: list[float] = field(init=False)
     due: int | None = None  # rows of the micro-batch that the user is working on, None if there is none
@@ -64,7 +64,7 @@ class TrainingStep:
 
     @property
     def due_weight(self) -> float:
-        """The weight of the micro-batch whose backward pass comes next."""
+        """The weight of the micro-batch whose backward pass is next."""
         return self.weights[len(self.sizes) - self.left]
 
 
@@ -160,8 +160,8 @@ def _sum_weights(weights: Tensor, given: int, mine: int, rank: int) -> float:
     """Return the weight of this rank's share. Rows given in place of an empty share are ignored."""
     if len(weights) != given or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise SettingsError(
-            f"weights= of rank {rank}: expected one finite number from 0 on for each row of the batch"
-            + (f"; here are {len(weights)} for {given} rows" if len(weights) != given else "")
+            f"weights= of rank {rank}: expected one finite, non-negative number per row of the batch"
+            + (f"; got {len(weights)} for {given} rows" if len(weights) != given else "")
         )
     return float(weights[:mine].sum())
 
@@ -172,11 +172,11 @@ def _sizes(mine: int, world: int, how: StepRequirements) -> list[int]:
 
 
 def _check_counted(everyone: Sequence[Sequence[int]], samples: int, how: StepRequirements) -> None:
-    """Refuse batches that all ranks know of and that cannot be trained together."""
+    """Refuse batches that cannot be trained together; all ranks know the sizes of all batches."""
     _check_rows([mine or given for _, mine, _, given, _ in everyone if given], how)
     if how.all_backward and not all(given for _, _, _, given, _ in everyone):
         raise SettingsError(
-            "a rank has no row, but the module needs a backward on every rank: give it a batch of one row with "
+            "a rank has no row, but the module needs a backward pass on every rank: pass a batch of one row with "
             "micro_batches(batch, rows=0), as ElasticSampler does"
         )
     if not samples:
@@ -187,6 +187,6 @@ def _check_rows(counts: list[int], how: StepRequirements) -> None:
     """Refuse shares that the module cannot be trained on, on all ranks alike, so that none waits for a failed one."""
     if how.strict and any(0 < count < how.least for count in counts):
         raise SettingsError(
-            f"a rank has one row for this step, and {ONE_ROW}: let every rank have {how.least} rows or none (for the "
-            'last batch of an epoch ElasticSampler(tail="drop") or tail="pad")'
+            f"a rank has one row for this step, and {ONE_ROW}: give every rank {how.least} rows or none (for the "
+            'last batch of an epoch, use ElasticSampler(tail="drop") or tail="pad")'
         )

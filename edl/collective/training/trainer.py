@@ -74,8 +74,8 @@ class OptionScaling:
         if isinstance(policy, AdaScale) and _is_adaptive(optimizer):
             logger.warning(
                 "AdaScale is derived for SGD (Johnson et al. 2020), where a step is the rate times the gradient; %s "
-                "divides the gradient by its own scale, so its gain says little there: SquareRoot() is the rule for "
-                "Adam and RMSprop",
+                "divides the gradient by its own scale, so the gain says little: use SquareRoot() for Adam and "
+                "RMSprop",
                 type(optimizer).__name__,
             )
 
@@ -110,7 +110,7 @@ class OptionScaling:
         if new < 0 and not self._warned:
             self._warned = True
             logger.warning(
-                "a batch of %.4g times the base batch is more than the square root rule is for: 1 - %g times that is "
+                "a batch of %.4g times the base batch is too large for the square root rule: 1 - %g times that is "
                 "above 1, so the decay is 0. Choose a larger base_batch, or SquareRoot(moments=False)",
                 scale,
                 decay,
@@ -153,8 +153,8 @@ class ElasticTrainer:
     Args:
         model: The module to train. If you wrapped it as a whole in `DistributedDataParallel` or by `fully_shard`, pass
             the wrapped module.
-        optimizer: Any PyTorch optimizer of the model's parameters. Gradients of parameters that it does not have are
-            averaged too, and left to you: step another optimizer between `synchronize` and `step`.
+        optimizer: Any PyTorch optimizer of the model's parameters. Gradients of other parameters are averaged too,
+            but you must apply them: step another optimizer between `synchronize` and `step`.
         sampler: Source of the batches. `step` advances it, and its global batch is the trainer's.
         global_batch: Samples per step over all ranks, if there is no sampler. The actual number is counted in every
             step by a small exchange.
@@ -193,7 +193,7 @@ class ElasticTrainer:
         if (sampler is None) == (global_batch is None):
             raise SettingsError("pass either sampler, which has a global batch, or global_batch")
         if auto is not None and policy is None:
-            raise SettingsError("auto changes the batch, policy says what the learning rate does then: pass one, too")
+            raise SettingsError("auto changes the batch, so the learning rate needs a policy: pass policy= too")
         asked = sampler.asked if sampler is not None else global_batch or 0
         micro_batch_sizes(1, max_micro_batch)  # raises if max_micro_batch is invalid
         self.model = model
@@ -206,7 +206,7 @@ class ElasticTrainer:
         self._scaling = RateScaling(policy, base_batch or asked, asked)
         self._options = OptionScaling(optimizer, policy)
         if auto is not None and sampler is not None and auto.most > sampler.length:
-            raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
+            raise SettingsError(f"auto allows {auto.most} samples, but an epoch has {sampler.length}: lower its most")
         self._check_least_rows()
         self._scaler = scaler or torch.amp.GradScaler(enabled=False)  # does nothing
         self._group = group
@@ -237,7 +237,7 @@ class ElasticTrainer:
 
     @property
     def global_batch(self) -> int:
-        """Samples of the next step over all ranks, unless it is the last of an epoch."""
+        """Samples in the next step over all ranks, unless it is the last of an epoch."""
         return self.sampler.global_batch if self.sampler is not None else self._scaling.batch
 
     @property
@@ -253,7 +253,7 @@ class ElasticTrainer:
         """Cut this rank's share of a global batch into micro-batches; call `backward` once for each.
 
         If the module needs a backward pass on every rank, a rank without a sample still gets a micro-batch with the
-        fewest rows that the module can take. It has no weight, but its loss must be finite.
+        fewest rows that the module accepts. It has no weight, but its loss must be finite.
 
         Args:
             batch: Tensors, or a nest of them, with one row per sample; see `edl.collective.training.sampler`.
@@ -272,7 +272,7 @@ class ElasticTrainer:
                 has a sample, or the weights are not finite, non-negative numbers.
         """
         if self._step is not None:
-            raise SettingsError("the step before was not finished: call step(), or discard() after an error")
+            raise SettingsError("the previous step was not finished: call step(), or discard() after an error")
         if self.sampler is not None:
             self._scaling.set_batch(self.sampler.global_batch, self.noise)
         how = StepRequirements(
@@ -308,14 +308,14 @@ class ElasticTrainer:
         """
         step = self._step
         if step is None or step.due is None:
-            raise SettingsError("backward() belongs into the loop over micro_batches(), once for each")
+            raise SettingsError("call backward() in the loop over micro_batches(), once for each")
         rows = step.due_weight
         step.due = None
         step.begun = True
         if not rows and not bool(torch.isfinite(loss)):
             raise SettingsError(
                 f"the loss of a micro-batch without weight is {float(loss)}: its weight is 0, and 0 times that is NaN. "
-                "A mean over no token is not finite: divide a sum by max(tokens, 1)"
+                "The mean over zero tokens is not finite: divide the sum by max(tokens, 1)"
             )
         weight = step.world * rows / step.samples
         scaled = self._scaler.scale(loss * weight)
@@ -337,7 +337,7 @@ class ElasticTrainer:
         step = self._step
         if step is None or step.left:
             left = "no" if step is None else f"{step.left} of {len(step.sizes)}"
-            raise SettingsError(f"{left} micro-batches are under way: go through micro_batches() before step()")
+            raise SettingsError(f"{left} micro-batches are in progress: finish micro_batches() before step()")
         if step.synchronized:
             return
         if step.world > 1 and not averages_itself(self.model):
@@ -382,15 +382,15 @@ class ElasticTrainer:
     def discard(self, *, retry: bool = False) -> None:
         """Drop the current step after an error. Every rank must do this, in the same step.
 
-        With DDP, either all ranks or none may have begun their last micro-batch. With FSDP, all must have got equally
-        far. These passes communicate, and a rank that ran one alone stays out of step.
+        With DDP, either all ranks or none may have begun their last micro-batch. With FSDP, all must have reached
+        the same point. These passes communicate, and a rank that ran one alone stays out of step.
 
         The loader has already moved on, so all ranks leave the step's samples out of this epoch, and a warning says so.
         The next batch follows; `samples` and schedules do not count what was not trained. With `retry` the samples are
         still due: pass the same batch to `micro_batches` again, for instance after lowering `max_micro_batch`.
 
         Nothing is left out if the sampler was restored or iterated over again since the step began, because the samples
-        then come again. If no step is in progress, only gradients are dropped.
+        are then read again. If no step is in progress, only gradients are dropped.
 
         Args:
             retry: Whether you will train the same samples again.
@@ -410,8 +410,8 @@ class ElasticTrainer:
         step = self._step
         if step is not None and step.begun and step.left and is_sharded(self.model):
             raise SettingsError(
-                "a step of a module sharded by fully_shard was broken off between two micro-batches, and FSDP cannot "
-                "forget the gradients of the first: let the error end this worker, and go on from a saved state"
+                "a step of a module sharded by fully_shard was interrupted between two micro-batches, and FSDP cannot "
+                "drop the gradients of the first: let the error end this worker, and resume from a saved state"
             )
         self._step = self._stepped_at = None
         cuts, self._cuts = self._cuts, None
@@ -426,7 +426,7 @@ class ElasticTrainer:
     # --- The batch ---
 
     def resize(self, global_batch: int) -> None:
-        """Use another global batch, as soon as the batches that the ranks' loaders have read ahead are trained.
+        """Change the global batch as soon as the batches that the ranks' loaders have read ahead are trained.
 
         Every rank must call this after the same step. With a sampler, the ranks agree on the position by a small
         exchange.
@@ -467,7 +467,7 @@ class ElasticTrainer:
             ProtocolError: The state was saved by another version of EDL.
         """
         if state.get("version") != _VERSION:
-            raise ProtocolError(f"a trainer's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
+            raise ProtocolError(f"the trainer's state has version {state.get('version')!r}: this EDL reads {_VERSION}")
         self._drop_step()
         self._scaling.load_state_dict(state["scaling"])
         self.noise.load_state_dict(state["noise"])
@@ -497,13 +497,13 @@ class ElasticTrainer:
         if not self._strict:
             return
         if self.max_micro_batch is not None and self.max_micro_batch < 3:  # with 2, three rows become two and one
-            raise SettingsError(f"max_micro_batch={self.max_micro_batch}: some would be of one row, and {ONE_ROW}")
+            raise SettingsError(f"max_micro_batch={self.max_micro_batch}: some would have one row, and {ONE_ROW}")
         sampler = self.sampler
         if sampler is not None and (
             sampler.asked == 1 or (sampler.tail == "keep" and sampler.length % sampler.asked == 1)
         ):
             raise SettingsError(
-                f"of {sampler.length} samples in batches of {sampler.asked} the last batch of an epoch has one, "
+                f"with {sampler.length} samples in batches of {sampler.asked}, an epoch's last batch has one row, "
                 f"and {ONE_ROW}. "
-                'Choose ElasticSampler(tail="drop") or tail="pad", or another global_batch'
+                'Choose ElasticSampler(tail="drop") or tail="pad", or a different global_batch'
             )

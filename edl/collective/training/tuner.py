@@ -35,14 +35,14 @@ from edl.errors import SettingsError
 logger = logging.getLogger("edl.collective")
 
 StepShape: TypeAlias = tuple[int, int, int]
-"""Ranks, rows of a micro-batch, and micro-batches of a step; the last two on the rank that has most."""
+"""Ranks, rows per micro-batch, and micro-batches per step; the last two on the rank that has most."""
 
 
 def fit_step_time(measured: Mapping[StepShape, float]) -> npt.NDArray[np.float64]:
     """Find the a, b, c and d that explain the measured seconds best. None is negative.
 
     A cost that the measurements cannot tell from the others is 0; if only one shape was measured, all of its time is
-    put down to its rows.
+    attributed to its rows.
     """
     table = np.array([_terms(*shape) for shape in measured]) / np.array([[seconds] for seconds in measured.values()])
     free: list[int] = []
@@ -76,7 +76,7 @@ class AutoBatch:
         least: Samples of the smallest global batch.
         most: Samples of the largest global batch.
         every_steps: Steps between two decisions.
-        margin: Smallest gain in goodput for which the batch changes, as a fraction of the present goodput.
+        margin: Smallest gain in goodput for which the batch changes, as a fraction of the current goodput.
     """
 
     least: int
@@ -88,7 +88,7 @@ class AutoBatch:
         if not 1 <= self.least <= self.most:
             raise SettingsError(f"least={self.least}, most={self.most}: must be 1 <= least <= most")
         if self.every_steps < 1 or self.margin < 0:
-            raise SettingsError(f"every_steps={self.every_steps}, margin={self.margin}: at least 1, and not below 0")
+            raise SettingsError(f"every_steps={self.every_steps}, margin={self.margin}: must be at least 1 and 0")
 
 
 def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
@@ -234,7 +234,7 @@ class BatchSizeTuner:
         world, batch = self._setting
         if seconds > 0:
             shape = (world, *micro_batch_shape(batch, world, most))
-            self._measured.pop(shape, None)  # so that the newest comes last
+            self._measured.pop(shape, None)  # so that the newest is last
             self._measured[shape] = seconds
         for old in list(self._measured)[:-_KEPT]:
             del self._measured[old]
@@ -256,7 +256,7 @@ class BatchSizeTuner:
         """Resume from saved measurements, including those of other world sizes."""
         self._steps = int(state["steps"])
         self._seconds.clear()
-        # Earlier versions saved the wait for the loader as a number of its own.
+        # Earlier versions saved the wait for the loader as a separate number.
         self._measured = {
             (int(world), int(rows), int(parts)): float(sum(seconds))
             for world, rows, parts, *seconds in state["measured"]

@@ -100,7 +100,7 @@ def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, begin: int, optio
     assert not epochs, "a finished loop is not repeated"
     assert last[:-1] == seen[:-1]
     assert torch.equal(finished[0].weight, model[0].weight)
-    with pytest.raises(SettingsError, match=r"ended after 3 epochs, and epochs\(4\) asks for more"):
+    with pytest.raises(SettingsError, match=r"ended after 3 epochs, but epochs\(4\) requests more"):
         train(tmp_path / "broken", count=4)
 
 

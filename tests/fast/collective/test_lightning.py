@@ -171,7 +171,7 @@ def test_same_samples_go_on_others_do_not(tmp_path: Path) -> None:
 
     with pytest.raises(LookupError):
         fit(tmp_path, Lines(), 5, loader=loader(4))
-    with pytest.raises(SettingsError, match="trained 4 samples, and trains 3 with 1 workers"):
+    with pytest.raises(SettingsError, match="trained 4 samples, but trains 3 with 1 workers"):
         fit(tmp_path, Lines(), loader=loader(3))
     with pytest.raises(SettingsError, match=r"'SequentialSampler'.*'RandomSampler'"):
         fit(tmp_path, Lines(), loader=loader(4, shuffle=True))

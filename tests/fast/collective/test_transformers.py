@@ -62,7 +62,7 @@ def test_only_the_same_samples_go_on(tmp_path: Path) -> None:
     whole.train()
     with pytest.raises(LookupError):
         trainer_of(tmp_path / "broken", until=9).train()
-    with pytest.raises(SettingsError, match="trained 2 samples, and trains 4 with 1 workers"):
+    with pytest.raises(SettingsError, match="trained 2 samples, but trains 4 with 1 workers"):
         trainer_of(tmp_path / "broken", per_device_train_batch_size=4).train()
     with pytest.raises(SettingsError, match=r"in the order of .*'seed': 42.*'seed': 7"):
         trainer_of(tmp_path / "broken", seed=7).train()
@@ -92,7 +92,7 @@ def test_finished_training_is_not_repeated(tmp_path: Path) -> None:
     assert all(map(torch.equal, trained, weights(again)))
     with pytest.raises(SettingsError, match="one call of train"):
         again.train()
-    with pytest.raises(SettingsError, match="ended with num_train_epochs=3 and max_steps=-1, and 4 and -1 are asked"):
+    with pytest.raises(SettingsError, match="num_train_epochs=3 and max_steps=-1, but 4 and -1 are requested"):
         trainer_of(tmp_path, num_train_epochs=4, **settings).train()
 
 

@@ -90,7 +90,7 @@ def test_job_with_too_few_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with Job(tmp_path, ("--nnodes", "2:3", "--rdzv-conf", "join_timeout=1", "--no-prewarm")) as job:
         node, log = start(job)
         assert node.wait() == 75
-        assert "only 1 node of at least 2 came within" in node.output
+        assert "only 1 node of at least 2 joined within" in node.output
         message = read(log)
         assert (message["exit_code"], message["cause"]) == (75, "")
         assert "only 1 node of at least 2" in message["message"]
@@ -158,7 +158,7 @@ def test_node_without_memory_leaves(tmp_path: Path, limits: list[MemoryLimit]) -
         limits[place].limit()
         at = job.tell(1, "eat")
         assert small.wait() == 137
-        assert "this node leaves, for a start with more memory" in small.output
+        assert "this node leaves, to be started with more memory" in small.output
         message = read(log)
         assert "too little memory" in message.pop("message")
         assert message.pop("oom_kills") >= 1

@@ -55,7 +55,7 @@ def test_run_meets_at_an_endpoint(tmp_path: Path) -> None:
         wait_until(lambda: "serves the job's store" in heir.output, "another agent of the host serves")
         job.end()
         assert [elsewhere.wait(), heir.wait()] == [ExitCode.DONE] * 2
-        assert "the others went on without this node" not in elsewhere.output
+        assert "the others continued without this node" not in elsewhere.output
         server.wait()
         job.nodes.remove(server)
         job.nothing_is_left()
@@ -91,7 +91,7 @@ def test_unnamed_job_is_its_command(tmp_path: Path) -> None:
             node = job.start("--rdzv-id", "none", command=[*command, *arguments])
             first = job.wait_for_world(1, after=at)[0]
             assert first.step in ([0] if others else [before, before + 1]), node.output
-            assert ("of other arguments: it is removed" in node.output) is others
+            assert ("from a different script or arguments: removing it" in node.output) is others
             wait_until(lambda at=first.step: job.steps()[-1].step > at + 2, "some steps are saved")
             if not others:
                 node.signal_all(signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_run_with_tls(tmp_path: Path) -> None:
         nodes = [job.start() for _ in range(2)]
         first = job.wait_for_world(2)[0].generation
         wait_for_replicas(job, first, nodes)
-        assert not any("did not take a replica" in node.output for node in nodes)
+        assert not any("did not accept a replica" in node.output for node in nodes)
         at = time.monotonic()
         nodes[1].signal_all(signal.SIGKILL)
         job.wait_for_world(1, after=at)
@@ -140,7 +140,7 @@ def test_waiting_and_missing_nodes(tmp_path: Path) -> None:
         (tmp_path / "hello.py").write_text("print('hello')")
         code, said = job.run(command=["hello.py"])
         assert code == 2, said
-        assert f"job {job.name} runs train_state.py, and this is hello.py: another --rdzv-id starts another job" in said
+        assert f"job {job.name} runs train_state.py, not hello.py: use another --rdzv-id for another job" in said
         reserve = job.start()
         wait_until(lambda: "the job has its 2 nodes, and no place for more: waiting" in reserve.output, "it says so")
         steps = len(job.steps())
@@ -152,7 +152,7 @@ def test_waiting_and_missing_nodes(tmp_path: Path) -> None:
         lost, count = job.member(second), first.output.count(words)
         second.signal_all(signal.SIGKILL)
         wait_until(lambda: first.output.count(words) > count, "it says so when the other is lost")
-        assert f"the workers are stopped: lost {lost}" in first.output
+        assert f"stopping the workers: lost {lost}" in first.output
         first.kill(signal.SIGTERM)
         assert first.wait() == 143
 
@@ -186,7 +186,7 @@ def test_older_jobs_state_is_not_used(tmp_path: Path) -> None:
         with open_store(job.url):  # made anew
             again = job.start()
             assert job.wait_for_world(1, after=begun)[0].step < 5
-            assert "left a state in memory, of a job before this one: it is removed" in again.output
+            assert "left the state of an earlier job in memory: removing it" in again.output
         job.end()
         assert again.wait() == 0
         steps = {int(path.name.partition("-")[2].partition(".")[0]) for path in stored.iterdir()}

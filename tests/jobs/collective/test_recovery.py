@@ -95,7 +95,7 @@ def test_job_outlives_kills(tmp_path: Path) -> None:
         os.kill(node.zygote, signal.SIGKILL)
         went_on(job, 3, before)
         assert node in present(job)
-        assert "another one imports what the script does first" in node.output
+        assert "another one repeats the script's first imports" in node.output
 
         before, node = generation(job), present(job)[0]
         old = set(node.workers)
@@ -235,13 +235,13 @@ def test_stopped_agent_looks_before_going_on(job: Job) -> None:
         wait_until(lambda: page.agent_silence_s > LIMIT_S + 0.5, "others may have taken the job over")
         last = job.steps()[-1].step
         node.kill(signal.SIGCONT)
-        wait_until(lambda: "the workers are stopped until the store is back" in node.output, "it stops its workers")
+        wait_until(lambda: "the workers are stopped until the store answers" in node.output, "it stops its workers")
         wait_until(lambda: not Path(f"/proc/{worker}").exists(), "its worker is gone")
         assert page.agent_silence_s > LIMIT_S, "no sign of life before that"
         assert job.steps()[-1].step == last, "and no step"
     page.close()
     job.wait_for_world(1, after=time.monotonic())
-    assert "stopped while the store was away" in node.output
+    assert "stopped while the store did not answer" in node.output
     assert [one.step for one in job.steps()] == list(range(len(job.steps()))), "it goes on from memory"
     job.end()
     assert node.wait() == 0

@@ -85,7 +85,7 @@ def test_arguments_input_and_output(job: Job, tmp_path: Path) -> None:
 
     # The job has ended: whoever comes now has nothing to do, and finds that out before torch is imported.
     code, said = job.run(command=["report.py"])
-    assert (code, "has ended already" in said) == (0, True), said
+    assert (code, "has already ended" in said) == (0, True), said
 
 
 def test_modules_and_programs(job: Job, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ os.register_at_fork(after_in_child=wait)
     done = edl_run("--standalone", "--hang-after", "3", "--preload", "stuck", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "BEGUN" in done.stdout.splitlines(), "one that is slow is replaced, too, after it has begun perhaps"
-    assert "did not come to the script's first line within 3 s" in done.stderr, done.stderr
+    assert "did not reach the script's first line within 3 s" in done.stderr, done.stderr
 
 
 def test_log_lines_are_json(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_log_lines_are_json(tmp_path: Path) -> None:
     assert began["logger"] == "edl.collective.agent.reconciler"
     assert lines[-1]["message"] == f"job {lines[-1]['job']} has ended: the script ended on every node"
     (folder,) = (tmp_path / "temporary").glob("edl-*")
-    assert any(f"what the workers print is kept in {folder} (--log-dir" in line["message"] for line in lines)
+    assert any(f"the workers' output is kept in {folder} (--log-dir" in line["message"] for line in lines)
     assert [path.read_text() for path in folder.rglob("stdout.log")] == ["hello file\n"]
 
 

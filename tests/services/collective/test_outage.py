@@ -26,7 +26,7 @@ def test_long_outage_restarts_workers(tmp_path: Path, consul_agent: ConsulAgent)
         consul_agent.start()
         first = job.wait_for_world(2, after=time.monotonic())
         assert {one.generation for one in first} == {before + 1}, "together, and once"
-        assert any("stopped while the store was away" in node.output for node in nodes)
+        assert any("stopped while the store did not answer" in node.output for node in nodes)
         # A rank may be stopped between a step that the other saved and the line in its log.
         made = sorted(step for step, _ in {(one.step, one.generation) for one in job.steps()})
         assert made == list(range(len(made))), "from memory, without a step lost or made twice"

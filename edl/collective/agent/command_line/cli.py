@@ -123,7 +123,7 @@ def _run_agent(argv: Sequence[str]) -> int:
         here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
         if spec.rendezvous.max_nodes > 1 and spec.addr.startswith("127.") and not here_only:
             logger.warning(
-                "others will look for this node at %s; on several hosts give each its --local-addr", spec.addr
+                "other nodes will connect to this node at %s; on several hosts, pass --local-addr to each", spec.addr
             )
         if step is not None and step.rank == 0:
             nodes = f"--nnodes {options.nnodes} --nproc-per-node {spec.workers}"
@@ -148,7 +148,7 @@ def _check_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError as exc:
         raise SettingsError(
-            "no folder for temporary files can be written to, which workers need as well: set TMPDIR, or in a "
+            "no folder for temporary files is writable, but workers need one as well: set TMPDIR, or in a "
             "container with a read-only root mount a folder at /tmp (in Kubernetes an emptyDir)"
         ) from exc
 
@@ -195,7 +195,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
     except ValueError as exc:
         raise SettingsError(f"--nproc-per-node {options.nproc_per_node}: {exc}") from exc
     if workers < 1:
-        raise SettingsError(f"--nproc-per-node {workers}: at least 1 worker")
+        raise SettingsError(f"--nproc-per-node {workers}: expected at least 1 worker")
     job = _job(options, maximum, served=url.startswith(_SERVED))
     last_call = _number(conf, "last_call_timeout", 1.0 if minimum < maximum else 0.0)
     if workers > 1:
@@ -260,13 +260,13 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
         if not name or "/" in name or name in (".", "..") or not name.isprintable():
             raise SettingsError(f"--rdzv-id {name!r}: expected a printable name without slashes")
         if _OWN_NAME.fullmatch(name):
-            raise SettingsError(f"--rdzv-id {name}: this job is of one node without a name, and no other can join it")
+            raise SettingsError(f"--rdzv-id {name}: this name belongs to a job of one node, which no other can join")
         return name
     if served:
         return name
     if max_nodes > 1 and not options.standalone:
         raise SettingsError(
-            "--rdzv-id NAME is needed where several nodes shall meet: any name, the same on each of them; or "
+            "--rdzv-id NAME is needed if several nodes are to meet: any name, the same on each of them; or "
             "--rdzv-endpoint HOST:PORT, where one of them serves the store"
         )
     return f"run-{uuid.uuid4().hex}"
@@ -300,7 +300,7 @@ def _program(options: argparse.Namespace) -> ProgramSpec:
         raise SettingsError(f"--preload {wrong[0]}: expected names of modules, such as transformers,torchvision")
     prewarm = not options.no_prewarm and not (options.framework == "paddle" and has_gpu_build())
     if options.no_python and options.module:
-        raise SettingsError("--no-python and --module exclude each other")
+        raise SettingsError("--no-python and --module are mutually exclusive")
     if options.no_python and shutil.which(target) is None:
         raise SettingsError(f"there is no program {target!r} on the PATH")
     if options.no_python:
@@ -318,7 +318,7 @@ def _program(options: argparse.Namespace) -> ProgramSpec:
 
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Callable[[str], LogsSpecs]:
-    """Return a function that takes a folder for the workers' files, in case that the options name none."""
+    """Return a function that takes a folder for the workers' files, used if the options name none."""
     try:
         wanted = options.local_ranks_filter
         ranks = {int(rank) for rank in wanted.split(",")} if wanted else None
@@ -328,7 +328,7 @@ def _logs(options: argparse.Namespace, stack: ExitStack) -> Callable[[str], Logs
     folder = options.log_dir
     if not folder and (_any(redirects) or _any(tee)):
         folder = stack.enter_context(kept_log_folder())
-        logger.info("what the workers print is kept in %s (--log-dir FOLDER)", folder)
+        logger.info("the workers' output is kept in %s (--log-dir FOLDER)", folder)
     make = partial(DefaultLogsSpecs, redirects=redirects, tee=tee, local_ranks_filter=ranks)
     if not folder:
         return make

@@ -48,8 +48,8 @@ def own_address(store_url: str) -> str:
             break
         except OSError as exc:
             if number == len(servers):
-                what = f"no way to the store's host {host}: {exc}"
-                raise SettingsError(f"{what}; --local-addr ADDRESS says where others reach this node") from exc
+                what = f"no route to the store's host {host}: {exc}"
+                raise SettingsError(f"{what}; pass the address where others reach this node as --local-addr") from exc
     if ipaddress.ip_address(address).is_loopback:
         for elsewhere in _ELSEWHERE:
             with contextlib.suppress(OSError):
@@ -70,8 +70,8 @@ def warn_of_slow_name(address: str) -> None:
     took_s = time.monotonic() - began
     if took_s >= _SLOW_NAME_S:
         logger.warning(
-            "DNS took %.1f s for the name of %s, which torch asks for at each connection: restarts take so much "
-            'longer. The line "%s %s" in /etc/hosts of every node answers at once',
+            "DNS took %.1f s for the name of %s, which torch looks up for each connection: restarts take that much "
+            'longer. Add the line "%s %s" to /etc/hosts on every node',
             *(took_s, mapped, mapped, socket.gethostname()),
             extra={"seconds": took_s},
         )

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 _POLL_S: Final = 0.1  # until the store answers: a node that waits for it joins up to this much later
 _SILENT_S: Final = 2.0  # nodes that are started together answer within it, which needs no message
 _PATIENCE_S: Final = 60.0
-"""Seconds to wait for another node that could not store the job's last state to come back and do so. Within a minute a
-person has typed the same command; after longer, the agent of a finished job would seem to hang."""
+"""Seconds to wait for another node that could not store the job's last state to return and do so. A minute is enough
+for a person to type the same command; with more, the agent of a finished job would seem to hang."""
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ class _Serving:
         )
         if not self._credentials and not self._endpoint.local:
             logger.warning(
-                "the store listens on all addresses without TLS or tokens: who reaches it can change the job "
+                "the store listens on all addresses without TLS or tokens: anyone who reaches it can change the job "
                 "(EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY: docs/security.md)"
             )
 
@@ -123,9 +123,7 @@ def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float) -> N
         else:
             own = serving.host.server if serving.host is not None else ""
             if own and answer.server != own:
-                logger.info(
-                    "%s leads to %s, where the store is served: this node serves none", endpoint, answer.hostname
-                )
+                logger.info("%s leads to %s, which serves the store: this node serves none", endpoint, answer.hostname)
                 serving.exclude()
             return
         waited_s = time.monotonic() - began
@@ -145,14 +143,14 @@ def _explain(store: ServedStore, exc: DiscoveryError) -> str:
     """Return why the store does not answer, as text.
 
     Raises:
-        SettingsError: The reason does not go away by itself.
+        SettingsError: Waiting longer would not help.
     """
     target = store.client.target
     found = diagnose(target.host, target.port)
     if found.connected and (found.words or target.credentials.ca):
         words = store.client.explain_tls()
         if words:
-            raise SettingsError(f"the job's store: {words}; TLS is for all nodes of a job or for none") from exc
+            raise SettingsError(f"the job's store: {words}; either all nodes of a job use TLS or none") from exc
     if found.final:
         raise SettingsError(f"{target.endpoint}: {found.words}") from exc
     if isinstance(exc, StoreRefusalError):

@@ -122,7 +122,7 @@ class SlurmStep:
 
     @property
     def rendezvous_port(self) -> int:
-        """The port at the first host where the step's tasks meet. Other jobs and steps there usually have another one.
+        """The port at the first host where the step's tasks meet. Other jobs and steps there usually use another one.
 
         The ports start at torchrun's 29400, and stay below those that the system gives to outgoing connections (32768).
         A task's next run has another port, because a slower task may still serve the previous run's store: 1000
@@ -155,7 +155,7 @@ def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     if not text:
         return default
     if not text.isascii() or not text.isdigit():
-        raise SettingsError(f"environment variable {name}={text!r}: Slurm sets a whole number there")
+        raise SettingsError(f"environment variable {name}={text!r}: expected a whole number, as Slurm sets it")
     return int(text)
 
 
@@ -216,9 +216,9 @@ class TaskRuns:
         if not locked:
             os.close(self._file)
             raise SettingsError(
-                f"another `edl run` of this task of Slurm's runs {replace(self._step, run=self.ended).name}, and by "
-                "default this one would be a node of the same job: give each job a name (--rdzv-id NAME), or "
-                "--standalone if it is of this task alone"
+                f"another `edl run` in this Slurm task is running {replace(self._step, run=self.ended).name}, and by "
+                "default this one would be a node of the same job: give each job a name (--rdzv-id NAME), or use "
+                "--standalone if it belongs to this task alone"
             )
         if unstored not in ("", self._command):
             self.ended += 1
@@ -274,14 +274,14 @@ def _make_private(folder: Path) -> None:
 
     In a folder where all may write, another user could have put something else there.
     """
-    remedy = "give each job a name (--rdzv-id NAME), for which nothing is counted there"
+    remedy = "give each job a name (--rdzv-id NAME), which does not need that folder"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except OSError as exc:
-        raise SettingsError(f"{folder} cannot be made ({exc.strerror}): remove what is there, or {remedy}") from exc
+        raise SettingsError(f"{folder} cannot be created ({exc.strerror}): remove what is there, or {remedy}") from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise SettingsError(f"{folder} is not this user's alone: remove it, or {remedy}")
+        raise SettingsError(f"{folder} does not belong to this user alone: remove it, or {remedy}")
 
 
 def _default_folder() -> Path:

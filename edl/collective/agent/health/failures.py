@@ -60,7 +60,7 @@ class ExitCause(Enum):
     UNCLEAR = "unclear"
     """A kernel made an illegal access or the like: either its own error, or the GPU's."""
     MISSING = "missing"
-    """There is no such GPU: an error of the script, unless the GPU was there before."""
+    """The GPU does not exist: an error of the script, unless it existed before."""
 
 
 def find_gpu_fault(text: str) -> tuple[ExitCause, str] | None:
@@ -217,7 +217,7 @@ def decide_recovery(
     # longer: if they restarted first, the error would not be counted.
     if failures and waited_s >= contact_timeout_s + error_grace_s:
         first = failures[0]
-        what = first.description if first.status < 0 else f"rank {first.rank} lost contact with another one"
+        what = first.description if first.status < 0 else f"rank {first.rank} lost contact with another rank"
         if (
             ended and not missing and all(failure.status > 0 for failure in failures)
         ):  # after a signal, it may have been its own code
@@ -255,7 +255,7 @@ def read_error_file(path: Path) -> str:
 
 _FRUITLESS: Final = 10
 """This many restarts in a row without progress end a job. A flapping node may need several before it is excluded; a
-script that cannot get further would otherwise hold its GPUs for ever."""
+script that cannot get further would otherwise hold its GPUs forever."""
 _FRUITFUL_S: Final = 60.0
 """Workers that ran for longer than this made progress, as far as can be told of a script that reports no steps. It
 takes less to start, connect and fail again."""
@@ -264,8 +264,8 @@ HANGING = "the workers hang"
 """Beginning of a restart's reason that makes every node log the stacks of its workers."""
 
 _REGULAR: Final = (
-    "they do so {}, which a new start does not help: if the script does something long there, such as an evaluation, "
-    "it was broken off. Put it into Checkpointer.busy() or evaluate(), or choose a longer --hang-after"
+    "they do so {}, and a restart does not help: if the script does something long there, such as an evaluation, "
+    "it was interrupted. Put it into Checkpointer.busy() or evaluate(), or choose a longer --hang-after"
 )
 
 
@@ -274,7 +274,7 @@ class Progress:
     """How far a node's workers got."""
 
     step: int  # the last step that any of them finished; -1 if they report none
-    made: int = 0  # number of steps that all of them made since the node joined; a step made again counts again
+    made: int = 0  # number of steps that all of them made since the node joined; a repeated step counts again
 
 
 class RestartPolicy:
@@ -288,14 +288,14 @@ class RestartPolicy:
         self._hangs: list[Progress] = []  # when workers were killed because they hung
 
     def apply_limits(self, decision: RecoveryDecision, forgiven: int, progress: Progress) -> RecoveryDecision:
-        """Return the decision, changed where earlier failures and restarts require it."""
+        """Return the decision, changed if earlier failures and restarts require it."""
         step = progress.step
         if decision.unclear and self._unclear_faults:
             return replace(decision, leave_out=True)
         if decision.fatal and forgiven < self._max_forgiven:
             return replace(decision, restart=decision.fatal.split("\n", 1)[0], fatal="", after_error=True)
         if decision.restart and self._fruitless >= _FRUITLESS and self._best_step >= step:
-            why = f"{_FRUITLESS} restarts in a row led nowhere; the last because {decision.restart}"
+            why = f"{_FRUITLESS} restarts in a row made no progress; the last because {decision.restart}"
             fatal = "\n".join(filter(None, (why, decision.traceback)))
             return replace(decision, restart="", fatal=fatal, unclear=False, leave_out=False)
         if decision.restart.startswith(HANGING) and (when := self._find_regularity(progress)):
@@ -304,10 +304,10 @@ class RestartPolicy:
         return decision
 
     def _find_regularity(self, progress: Progress) -> str:
-        """Return when the workers hang again and again, as text; empty if there is no rule.
+        """Return when the workers hang again and again, as text; empty if there is no pattern.
 
-        They hang after a step that they have made again since the last hang, or as many steps after the last hang as
-        from the one before to the last. Before the first hang comes the job's beginning: the first step is 0 or 1.
+        Either they hang after a step that they have repeated since the last hang, or as many steps after the last hang
+        as lie between the last two. The job's beginning counts as the first hang; its first step is 0 or 1.
         """
         if not self._hangs:
             return ""
@@ -336,7 +336,7 @@ class RestartPolicy:
 
 
 _PEER_FAILURE_GRACE_S = 0.5
-"""How long a traceback may come after the death of the peer that caused it. With less, a lost peer would count as an
+"""How long after the death of the peer that caused it a traceback may arrive. With less, a lost peer would count as an
 error of the script, which ends the job; more delays the end of a job whose script is wrong."""
 _LEASE_GRACE_S = 1.0
 """How long, beyond a lease's length, other agents may need to see that a node is gone."""
@@ -385,7 +385,7 @@ class GenerationOutcome:
             self._ended_well.add(rank)
             return
         if status == -signal.SIGKILL and self._count_oom_kills():
-            description += ": there was too little memory, as its cgroup says"
+            description += ": there was too little memory, according to its cgroup"
         failure = WorkerFailure(rank, status, read_error_file(error_file), description)
         # When the process killed was one that loads data for a worker, the worker's own error only says so.
         by_kill = status == -signal.SIGKILL or (status > 0 and failure.cause is ExitCause.KILLED)

@@ -252,7 +252,7 @@ def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: f
         if status.step < 0 or status.step_at < forked_s or len(status.durations_s) < _ENOUGH_STEPS:
             return ProgressLimit(since_s, max(limits.first_step_s, limits.floor_s), what, "for the first steps")
         usual_s = statistics.median(status.durations_s)
-        return ProgressLimit(since_s, _step_limit_s(status, limits), what, f"where a step takes {usual_s:.3g} s")
+        return ProgressLimit(since_s, _step_limit_s(status, limits), what, f"for steps that take {usual_s:.3g} s")
     if status.phase is Phase.START and status.step < 0:
         return None  # perhaps the script reports nothing at all
     limit_s = {

@@ -8,8 +8,8 @@ Keys, under a prefix that is new for each check::
     verdict               the result, written by the first node
 
 Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a check, written by the
-first node. A node that comes later is in a later list. In a running job it may be alone in its list, and then only its
-own computing is tested.
+first node. A node that arrives later is in a later list. In a running job it may be alone in its list, and then only
+its own computing is tested.
 
 Nodes compute alone and reduce in pairs, twice and with different partners, as in DLRover's node check. If a pair fails,
 at least one of its nodes is faulty. The second round pairs every suspect with a node that passed, so that the faulty
@@ -158,7 +158,7 @@ for silent partners until their own deadline."""
 
 
 _KILL_TIMEOUT_S: Final = 10.0
-"""How long a killed probe may take to be gone. One that hangs in the kernel longer makes the check fail."""
+"""How long a killed probe may take to end. One that hangs in the kernel longer makes the check fail."""
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,11 @@ def _agree_on_groups(own: _OwnNode, key: str, proposed: Groups) -> Groups:
 
 @contextmanager
 def _translated(key: str) -> Iterator[None]:
-    """Raise ProtocolError if what the Store has at a key cannot be read."""
+    """Raise ProtocolError if the value of a key in the Store cannot be read."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"what the store has at {key} is not part of a node check: {exc!r:.200}") from exc
+        raise ProtocolError(f"the store's value at {key} is not part of a node check: {exc!r:.200}") from exc
 
 
 def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str]) -> dict[str, CheckRoundResult]:

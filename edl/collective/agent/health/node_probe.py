@@ -174,4 +174,4 @@ def _report(result: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
-    os._exit(0)  # all is said, and NCCL may hang when the interpreter ends
+    os._exit(0)  # everything is reported, and NCCL may hang when the interpreter ends

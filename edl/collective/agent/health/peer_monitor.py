@@ -23,7 +23,7 @@ from edl.collective.job_records import World
 from edl.discovery.served.addresses import open_listener
 
 if TYPE_CHECKING:
-    from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls import PeerTLS  # imported only if TLS is used
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _UNREACHED_RETRY_S: Final = 10.0
 _CLOSE_TIMEOUT_S: Final = 2.0  # how long the thread may take to end; it waits for nothing
 _RECEIVE_NBYTES: Final = 4096  # a peer's name is far shorter, and the rest is ignored
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""Firewalls forget connections that are idle for minutes, and connections to vanished hosts would be held for ever."""
+"""Firewalls forget connections that are idle for minutes, and connections to vanished hosts would be held forever."""
 
 
 def choose_peers(world: World, position: int) -> dict[str, Address]:
@@ -74,7 +74,7 @@ class PeerConnections:
         self.port: int = self._listener.getsockname()[1]
         """The port to which others connect."""
         self.heard: set[str] = set()
-        """Nodes that have said their name over a connection that still exists."""
+        """Nodes that have sent their name over a connection that still exists."""
         self._accepted: set[asyncio.Task[None]] = set()
         self._watches: dict[tuple[str, Address], asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -100,7 +100,7 @@ class PeerConnections:
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(asyncio.sleep(0))  # in which the sockets are closed
+        self._loop.run_until_complete(asyncio.sleep(0))  # during which the sockets are closed
         self._loop.close()
 
     def _watch_only(self, peers: set[tuple[str, Address]]) -> None:
@@ -124,7 +124,7 @@ class PeerConnections:
             task.add_done_callback(self._accepted.discard)
 
     async def _greet(self, connection: socket.socket) -> None:
-        """Say this node's name, and keep a connection until the other side is gone, or sends data, as no agent does."""
+        """Send this node's name, and keep a connection until the other side is gone or sends data, as no agent does."""
         reader = asyncio.StreamReader()
         with connection, contextlib.suppress(OSError):
             _keep_alive(connection)
@@ -141,7 +141,7 @@ class PeerConnections:
                 transport.abort()
 
     async def _watch(self, node: str, address: Address) -> None:
-        """Stay connected to an agent. Calls `on_gone` once its port, at which it has said its name, refuses."""
+        """Stay connected to an agent. Calls `on_gone` once its port, at which it has sent its name, refuses."""
         proven = False  # a refusal from any other address means nothing
         refusals = 0
         while refusals < _REFUSALS:

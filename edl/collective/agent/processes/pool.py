@@ -59,7 +59,7 @@ def wait_for_release(holders: dict[int, str], deadline: float) -> bool:
     """Wait until these processes have ended. Returns whether that happened by the deadline."""
     while left := [pid for pid, began in holders.items() if _lives(pid, began)]:
         if time.monotonic() > deadline:
-            logger.warning("processes %s still hold memory of a GPU: the new workers start all the same", left)
+            logger.warning("processes %s still hold GPU memory: the new workers start anyway", left)
             return False
         time.sleep(_RELEASE_POLL_S)
     return True
@@ -298,7 +298,7 @@ class WorkerProcesses:
                 for pid in left:
                     _kill(pid)
                 if time.monotonic() > deadline:
-                    raise EDLError(f"workers {sorted(left)} do not die within {timeout_s:g} s of SIGKILL")
+                    raise EDLError(f"workers {sorted(left)} did not die within {timeout_s:g} s of SIGKILL")
                 if time.monotonic() > zygote_deadline:
                     self._kill_zygote()  # perhaps they are dead and it does not report it
                 self._lock.wait(_POLL_S)

@@ -1,12 +1,12 @@
 """Imports modules before workers are forked, unless a fork breaks them.
 
 Some modules must be imported by every worker itself: a module that starts a thread or a pool of OpenMP threads (a fork
-has none of them, and would wait for them for ever), opens a connection (all forks would write to the same one), uses
+has none of them, and would wait for them forever), opens a connection (all forks would write to the same one), uses
 CUDA, or reads its rank from the environment. That shows only once the module has been imported. So this module imports
 it and checks, partly with a test fork. If a module turns out unfit, the process is thrown away and another one starts
 without it.
 
-`multiprocessing.set_forkserver_preload` is not enough. It imports what it is given, ignores an ImportError silently and
+`multiprocessing.set_forkserver_preload` is not enough. It imports the given modules, silently ignores ImportErrors and
 checks none of the above, so a module that reads RANK would give all workers the server's value. Its server also forks
 functions of `multiprocessing`, not a script as `__main__` with its own process group and a wait status.
 
@@ -19,7 +19,7 @@ A module may be imported ahead of time only if that changes nothing. A program t
 `sys.path` or anything else, and then imports torch, relies on that order. So everything after the first statement that
 may change what an import does is left to the worker, as under torchrun. Before it, what the program surely imports from
 site-packages is imported ahead of time. The program's own modules are only read: they may change between two starts,
-and often draw random numbers or look at their rank.
+and often draw random numbers or check their rank.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def find_fork_hazard() -> str:
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            return "starts a pool of threads (OpenMP's, perhaps), for which a fork would wait for ever"
+            return "starts a pool of threads (OpenMP's, perhaps), for which a fork would wait forever"
         time.sleep(_TEST_FORK_POLL_S)
 
 

@@ -73,7 +73,7 @@ def _ask(pid: int, path: Path) -> int | str:
 
 
 def _collect(pid: int, path: Path, begin: int, deadline: float) -> str:
-    """Wait until something was written after `begin` and nothing more comes."""
+    """Wait until something was written after `begin` and nothing more is added."""
     size = begin
     quiet_since = time.monotonic()
     while (now := time.monotonic()) < deadline:
@@ -96,7 +96,7 @@ def _excuse(pid: int) -> str:
         state = _field(Path(f"/proc/{pid}/status").read_text(), "State")
     except FileNotFoundError:
         return "it has ended"
-    return f"it is in state {state!r}; if it runs or sleeps, the script perhaps took SIGUSR2 for itself"
+    return f"it is in state {state!r}; if it runs or sleeps, the script may use SIGUSR2 itself"
 
 
 def _field(status: str, name: str) -> str:

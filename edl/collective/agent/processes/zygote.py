@@ -188,7 +188,7 @@ def _serve(agent: socket.socket) -> ForkRequest:
                 workers.add(pid)
                 agent.send(json.dumps({"pid": pid}).encode())
     except OSError:
-        pass  # the agent went away while a message was being sent
+        pass  # the agent ended while a message was being sent
     for pid in workers:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # a worker without its own process group dies with this process
@@ -229,7 +229,7 @@ def _warm_up(program: ProgramSpec) -> PreloadResult:
     if missed := ", ".join(module for module in scan.missed if module not in program.preload):
         what = f"{scan.obstacle} runs before the import of {missed}"
         option = f"--preload {missed.replace(' ', '')}"
-        preloaded.failed.append(f"{what} ({option} has this imported ahead of time all the same)")
+        preloaded.failed.append(f"{what} ({option} imports this ahead of time anyway)")
     return preloaded
 
 
@@ -509,7 +509,7 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
     lost_contact = find_exit_cause(1, text) is ExitCause.PEER_LOST
     if lost_contact:
         what = f"rank {os.environ.get('RANK', '?')} lost contact with another rank ({type(exc).__name__})"
-        sys.stderr.write(f"{what}: a consequence; that rank's output or the agent's says what the cause was\n")
+        sys.stderr.write(f"{what}: a consequence; see that rank's output or the agent's for the cause\n")
     # If the agent finds no other cause, it shows this traceback.
     if not (lost_contact and _is_usual_hook(sys.excepthook)):
         _call_excepthook(exc)

@@ -213,7 +213,7 @@ class TensorCopier:
         self._copy_pieces([part for piece in pieces for part in _cut_pieces(*piece)])
 
     def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
-        """Copy pieces, which helpers take one after another together with this thread, which waits for none to begin.
+        """Copy pieces: this thread and its helpers take one after another, and it waits for no helper to begin.
 
         If a piece cannot be copied, no further piece is begun.
         """

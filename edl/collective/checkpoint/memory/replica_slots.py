@@ -2,20 +2,20 @@
 
 After the loss of a host, its shards exist elsewhere only if its agent sent them to a peer. They are useful only if all
 ranks' shards of the same step can still be found. So about every 10 s all ranks agree on a save that is *kept* until
-the next one, by a second name of its slot's file. The agent has that long to send it to its peer, and if the peer is
-lost, the other parts of that state are still here. The kept states are therefore the same on all nodes, and agents
+the next one, under a second name for its slot's file. The agent has that long to send it to its peer, and if the peer
+is lost, the other parts of that state are still here. The kept states are therefore the same on all nodes, and agents
 need not ask one another.
 
 ::
 
     slots-0.0, .1         the last two saves of local rank 0
-    slots-0-kept.0, .1    the last two kept for a replica: the same files, or files that used to be
+    slots-0-kept.0, .1    the last two kept for a replica: the same files, or files that were slots
     slots-0.spare         memory of a state that is no longer kept
     replicas/NODE-0.0, .1 the last two of another node's local rank 0, as its agent sent them
     replicas/wanted       the agent's request to keep the next state
 
 The request names the newest state that was sent completely. A worker that has kept a newer state does not agree to keep
-another. So of the two kept states, the older has a replica on every node, until the newer one does. When all ranks
+another. So the older of the two kept states has a replica on every node until the newer one does. When all ranks
 agree to keep a third, the first is removed before the third is written. If saves are rarer than transfers, as with
 large states, the third then takes the memory of the first, and only the memory of two slots is needed; otherwise that
 of four.

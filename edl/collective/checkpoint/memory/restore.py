@@ -5,8 +5,8 @@ and the state exists in one more place. Only a sharded state in a world of anoth
 way. A part of a sharded state that is in no rank's own slots comes from a rank that held the same shards (HSDP), or
 else from a replica (`edl.collective.checkpoint.memory.replica_slots`).
 
-A later generation wins over one that got further: the work of a world that the others had given up on does not come
-back.
+A later generation wins over one that got further: the work of a world that the others had given up on is not
+restored.
 
 If tensors are sharded within groups of ranks and replicated between the groups (HSDP), several ranks hold the same
 shards. Their saved metadata says so, and any of these ranks is enough.
@@ -94,11 +94,11 @@ def choose_state(
         offers: Headers of the slots of each present rank.
         replicas: Headers of the lost ranks' replicas that each present rank finds on its host. They count for sharded
             states, for parts that are in no rank's own slots.
-        same: Ranks that held the same shards as the rank that saved a part. Any of them that is offered will do. It is
-            better than a replica, which costs the same and must be compared with storage.
-        before: A step, if the workers hung behind it. An earlier state is then preferred, if every rank of this world
-            has its own part: what the script did after that step, such as an evaluation, is then done again, while
-            from the state after it the training loop would go on without.
+        same: Ranks that held the same shards as the rank that saved a part. Any of them that is offered is enough. It
+            is better than a replica, which costs the same and must be compared with storage.
+        before: The step after which the workers hung, if they did. An earlier state is then preferred if every rank of
+            this world has its own part: whatever the script did after that step, such as an evaluation, is repeated,
+            while the training loop would skip it if it resumed from the state after that step.
 
     Returns:
         The plan, or None if there is no such state.
@@ -163,7 +163,7 @@ def _group_by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion
 
 
 def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
-    """Choose for each rank where its part comes from.
+    """Choose the source of each rank's part.
 
     In order of preference: its own slot with its own part; a rank that holds its part, if the world has the same size;
     its own slot with any part; the ranks that hold any part, in turn.
@@ -251,7 +251,7 @@ def restore_from_memory(
     if hung is not None and plan.step >= hung:
         logger.warning(
             "the workers hung after step %d, and no earlier state is in memory: if the script did something there, "
-            "such as an evaluation without Checkpointer.evaluate(), it is left out",
+            "such as an evaluation without Checkpointer.evaluate(), it is skipped",
             plan.step,
         )
     inherited = first > plan.generation
@@ -261,7 +261,7 @@ def restore_from_memory(
             logger.info("storage has step %d, memory an older state, after step %d", there[1], plan.step)
             return None
     if plan.from_replicas:
-        logger.info("step %d is the newest one that replicas of lost ranks' states allow to go on from", plan.step)
+        logger.info("resuming after step %d, the newest for which replicas of lost ranks' states exist", plan.step)
     if plan.sources:
         _exchange_slots(plan, held, slots, group)
         found = _adopt_slot(plan, plan.parts[rank_of(group)], slots, replica_slots)
@@ -344,7 +344,7 @@ def _require_slot(held: _LocalSlots, plan: RestorePlan, part: int) -> CompleteSl
     found = held.find_slot(plan, part)
     if found is None:
         raise ProtocolError(
-            f"the state after step {plan.step} was in memory, and is gone: is another process using it?"
+            f"the state after step {plan.step} was in memory, but is gone: is another process using it?"
         )
     return found
 
@@ -362,7 +362,7 @@ def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group
     wanted = [(dst, src) for dst, src in enumerate(plan.sources) if dst != src]
     taking = plan.sources[rank] != rank
     giving = {dst: _require_slot(held, plan, plan.parts[dst]) for dst, src in wanted if src == rank}
-    # A rank that both gives and takes could overwrite what it still has to give, and an agent could replace a replica.
+    # A rank that both sends and receives could overwrite what it has yet to send; an agent could replace a replica.
     moving = giving.values() if taking else [found for found in giving.values() if found in held.replicas]
     kept = {found: _require_unchanged(found.copy_contents(), found) for found in moving}
     for dst, src in wanted:

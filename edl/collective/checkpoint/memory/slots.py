@@ -1,6 +1,6 @@
 """Two slots of shared memory that hold a worker's last two saved states, and outlive the worker.
 
-A slot is a file in memory: a page of header, then the bytes of the tensors, then the metadata (JSON). A save fills the
+A slot is a file in memory: a header page, then the bytes of the tensors, then the metadata (JSON). A save fills the
 slot that does not hold the newest complete state, in this order::
 
     odd sequence number -> tensors -> metadata -> header and checksums -> even sequence number
@@ -491,7 +491,7 @@ class SlotPair:
             if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise SettingsError(
-                f"no room for {nbytes:,} bytes of state in {path.parent}, twice of which is needed: enlarge it (for a "
+                f"no room for {nbytes:,} bytes of state in {path.parent}, and twice that is needed: enlarge it (for a "
                 "container --shm-size, in Kubernetes an emptyDir with medium Memory)"
             ) from exc
         finally:

@@ -124,7 +124,7 @@ def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tens
 
 
 def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:
-    """Return the parameters that an optimizer's state is sharded like, by the state's keys without their last part."""
+    """Return the parameters whose sharding an optimizer's state shares, by the state's keys without their last part."""
     if not isinstance(value, torch.optim.Optimizer):
         return {}
     return {f"{field}.state.{name}": parameter for name, parameter in _parameters(value, names)}
@@ -177,7 +177,7 @@ def _load_object(field: str, value: Any, form: Any) -> None:
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as exc:
         what = f"{type(exc).__name__}: {exc}"
         raise SettingsError(
-            f"{field}: its load_state_dict() does not take what its state_dict() gave ({what})"
+            f"{field}: its load_state_dict() does not accept what its state_dict() returned ({what})"
         ) from exc
 
 
@@ -216,7 +216,7 @@ def _load_optimizer(field: str, optimizer: torch.optim.Optimizer, form: Any, nam
     groups, counted = [], 0
     if len(form["param_groups"]) != len(optimizer.param_groups):
         raise SettingsError(
-            f"{field}: saved with {len(form['param_groups'])} parameter groups, has {len(optimizer.param_groups)}"
+            f"{field}: saved with {len(form['param_groups'])} parameter groups, now has {len(optimizer.param_groups)}"
         )
     for saved, group in zip(form["param_groups"], optimizer.param_groups, strict=True):
         numbers = range(counted, counted + len(group["params"]))

@@ -1,6 +1,6 @@
 """What makes a resumed epoch the same: random numbers, and the positions of torchdata's `StatefulDataLoader`.
 
-A loader has its position in its own `state_dict`, which leaves some cases open (0.11). The code here closes them:
+A loader saves its position in its own `state_dict`, which does not cover some cases (0.11). The code here covers them:
 
 - Iterating over a loader draws a seed, from its generator or from torch's. A resumed epoch draws a different one than
   an uninterrupted epoch, so random numbers are restored after that.
@@ -87,7 +87,7 @@ def loader_position(loader: Any) -> dict[str, Any]:
         return maker.place
     if maker.source is not None and getattr(loader._iterator, "made_by", None) is not maker:
         raise SettingsError(
-            "a StatefulDataLoader was iterated over before the State had it, so its place is not known exactly: give "
+            "a StatefulDataLoader was iterated over before the State had it, so its exact position is unknown: give "
             "it to the State first"
         )
     state = loader.state_dict()
@@ -103,14 +103,14 @@ def loader_position(loader: Any) -> dict[str, Any]:
 def resume_loader(loader: Any, place: dict[str, Any]) -> None:
     """Have the next iteration of a `StatefulDataLoader` resume at a position.
 
-    The iterator is made only when the loop asks for it, so that `set_epoch` is called before. That of a finished epoch
-    is made at once, since the next `set_epoch` is that of the next epoch.
+    The iterator is made only when the loop asks for it, so that `set_epoch` is called before. A finished epoch's
+    iterator is made at once, since the next `set_epoch` call is for the next epoch.
     """
     maker = _IteratorMaker(loader, place)
     if place and maker.source is not None and place.get("form") != _FORM:
         raise SettingsError(
-            "an earlier version of EDL saved the place of the StatefulDataLoader, and this version cannot go on from "
-            "it exactly: finish the job with that version, or begin a new one"
+            "an earlier version of EDL saved the position of the StatefulDataLoader, and this version cannot resume "
+            "there exactly: finish the job with that version, or start a new one"
         )
     vars(loader).pop("_get_iterator", None)
     loader.load_state_dict(place.get("state", {}))
@@ -203,7 +203,7 @@ class _Source:
 
     Attributes:
         inner: The stream or sampler.
-        seen: Whether it has given a sample, in this process or in those before.
+        seen: Whether it has yielded a sample, in this process or an earlier one.
         first: What the first read after the restart led to, a reader's state or `_END`, to compare the next epoch with.
     """
 
@@ -230,7 +230,7 @@ class _Source:
 
 
 class _Reader:
-    """Reads a `_Source` for one epoch. It begins with the first sample that is asked for."""
+    """Reads a `_Source` for one epoch. It begins with the first sample that is requested."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
@@ -270,8 +270,8 @@ class _Reader:
                 source.inner.load_state_dict({})  # it would keep the place for all epochs
         elif source.seen and _equal(first, source.first):
             raise SettingsError(
-                f"{type(source.inner).__name__} begins every epoch after a restart where the restarted one went on: "
-                "have its load_state_dict() keep the place for the next iteration alone, or call its set_epoch()"
+                f"after a restart, {type(source.inner).__name__} begins every epoch where the restarted one resumed: "
+                "let its load_state_dict() affect only the next iteration, or call its set_epoch()"
             )
         else:
             source.first = None
@@ -298,8 +298,8 @@ class _Reader:
             return
         if _is_hugging_face(inner) and own.get("epoch", inner.epoch) != inner.epoch:
             raise SettingsError(
-                f"the place in the data is in epoch {own['epoch']}, and the dataset is in epoch {inner.epoch}: call "
-                f"its set_epoch({own['epoch']}) after restore(), before the loader is iterated over"
+                f"the position in the data is in epoch {own['epoch']}, but the dataset is in epoch {inner.epoch}: call "
+                f"its set_epoch({own['epoch']}) after restore(), before iterating over the loader"
             )
         if own is not None:
             _load_copy(inner, own)
@@ -324,7 +324,7 @@ def _load_copy(value: Any, state: Any) -> None:
 def _equal(state: Any, other: Any) -> bool:
     try:
         return bool(state == other)
-    except (RuntimeError, ValueError):  # there are arrays in them
+    except (RuntimeError, ValueError):  # they contain arrays
         return False
 
 
@@ -336,13 +336,13 @@ def _is_hugging_face(dataset: Any) -> bool:
 
 def _check_samplers(loader: Any) -> None:
     if loader.num_workers and not loader.in_order:
-        raise SettingsError("a StatefulDataLoader with in_order=False cannot say where it is: use in_order=True")
+        raise SettingsError("a StatefulDataLoader with in_order=False has no exact position: use in_order=True")
     inner = getattr(loader.batch_sampler, "sampler", None)
     for sampler in (loader.batch_sampler, loader.sampler, inner):
         if getattr(sampler, "keeps_place", False):
             raise SettingsError(
-                f"the place of a StatefulDataLoader with {type(sampler).__name__} is that of the sampler, since the "
-                "loader reads ahead: give the State the sampler, not the loader"
+                f"a StatefulDataLoader reads ahead, so its position with {type(sampler).__name__} is the sampler's: "
+                "give the State the sampler, not the loader"
             )
         stateless = not hasattr(sampler, "state_dict")
         if stateless and isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):

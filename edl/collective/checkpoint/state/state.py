@@ -105,9 +105,9 @@ class State:
 
     - A `DTensor` (FSDP2's `fully_shard`) is saved as the part that the rank holds.
     - `local` fields belong to one rank alone. They and the states of the random number generators are restored if the
-      world has the same size and the rank's host is still there.
+      world has the same size and the rank's host is still part of it.
     - `per_rank` fields belong to one rank alone too, but are never lost: for example, the position in a stream of
-      which every rank reads another part. They are restored exactly or not at all. The fields of a lost host are
+      which every rank reads a different part. They are restored exactly or not at all. The fields of a lost host are
       restored from another host's replica, like the part of a sharded model, and a world of another size is refused. A
       `StatefulDataLoader` of torchdata is always such a field, unless it is named in `local`. Give it to the state
       before you iterate over it.
@@ -288,9 +288,9 @@ class StateRestore:
         lacking = sorted(meta.per_rank & set(state)) if not local else ()
         if lacking:
             raise SettingsError(
-                f"field {lacking[0]} of the State is each rank's own place in its data, and another world saved it: "
-                "going on would repeat some samples and leave out others. Start as many workers as before, or use "
-                "ElasticSampler, whose place holds for any number of workers"
+                f"field {lacking[0]} of the State is each rank's own position in its data, and another world saved it: "
+                "continuing would repeat some samples and leave out others. Start as many workers as before, or use "
+                "ElasticSampler, whose position is valid for any number of workers"
             )
         self._state = state
         self._meta = meta
@@ -333,19 +333,19 @@ class StateRestore:
         if _RNG in self._forms and self._state._rng:
             restore_random_states(decode(self._forms[_RNG], self._restored_tensor))
         for name in set(self._state) - self._meta.kinds.keys():
-            logger.warning("the saved state has no field %s: it stays as it is", name)
+            logger.warning("the saved state has no field %s: it keeps its value", name)
 
     def _load_field(self, name: str, form: Any) -> None:
         if name in self._state._fields:
             current = self._state._fields[name]
             saved, kind = self._meta.kinds.get(name), field_kind(current)
             if saved != kind:
-                raise SettingsError(f"field {name} was saved as {saved}, and is {kind} now")
+                raise SettingsError(f"field {name} was saved as {saved}, but is now {kind}")
             self._state._fields[name] = load_field(name, current, form, self._names)
         elif self._meta.kinds.get(name) == "value":
             self._state._fields[name] = form
         else:
-            logger.warning("the saved state has a field %s that this State lacks: it is left out", name)
+            logger.warning("the saved state has a field %s that this State lacks: it is ignored", name)
 
     def _restored_tensor(self, number: int) -> Any:
         target = self._targets[self._meta.entries[number].key]

@@ -2,7 +2,7 @@
 
 A sharded tensor (`DTensor`) is saved as this rank's part, with its position in the whole, its layout over the ranks,
 and the ranks that hold the same part. In a restore, every part fills the region that it shares with the target
-tensor, whichever of however many ranks saved it.
+tensor, whichever rank saved it and however many ranks there were.
 
 Modules and optimizers have their sharded tensors when a state is restored, so these are filled in place. Others don't
 exist yet in a process that was just restarted, such as averaged weights that a script clones in its first step, or the
@@ -68,7 +68,7 @@ def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
     shape, starts = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
     local = whole.to_local().detach()
     if tuple(local.shape) != tuple(shape):
-        raise SettingsError(f"a DTensor's part has the shape {tuple(local.shape)} where {tuple(shape)} is expected")
+        raise SettingsError(f"a DTensor's part has the shape {tuple(local.shape)}, but {tuple(shape)} is expected")
     return local, tuple(int(start) for start in starts)
 
 
@@ -244,8 +244,8 @@ def _check_plain(key: str, tensor: torch.Tensor, made_anew: bool) -> None:
     own_bytes = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not is_sharded(tensor) and (not own_bytes or (made_anew and kind not in (torch.Tensor, torch.nn.Parameter))):
         raise SettingsError(
-            f"{key} is a {kind.__module__}.{kind.__qualname__}, which would come back as a plain tensor: give the "
-            "plain tensors that it is made of, or an object with state_dict() and load_state_dict()"
+            f"{key} is a {kind.__module__}.{kind.__qualname__}, which would be restored as a plain tensor: give the "
+            "plain tensors that it consists of, or an object with state_dict() and load_state_dict()"
         )
 
 
@@ -255,7 +255,7 @@ def view_of(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype) or entry.nbytes != entry.numel * dtype.itemsize:
         raise ProtocolError(f"{entry.key}: {entry.nbytes} bytes of {entry.dtype} for the shape {entry.shape}")
     if entry.offset + entry.nbytes > data.numel():
-        raise ProtocolError(f"{entry.key} ends behind the {data.numel()} bytes of its state")
+        raise ProtocolError(f"{entry.key} ends beyond the {data.numel()} bytes of its state")
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=dtype)
     return data[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)
@@ -298,7 +298,7 @@ class LiveTensors:
 
     in_place: Mapping[str, torch.Tensor]  # tensors that are filled in place
     alike: Mapping[str, torch.Tensor]  # tensors that are replaced by new ones like them
-    # Parameters that an optimizer's state is sharded like, by its keys without the last part
+    # Parameters whose sharding an optimizer's state shares, by its keys without the last part
     parameters: Mapping[str, torch.Tensor]
     meshes: LiveMeshes  # meshes over which any of these is sharded
 
@@ -309,7 +309,7 @@ class LiveTensors:
     def _value(self, entry: TensorEntry, layout: ShardLayout | None) -> torch.Tensor:
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ProtocolError(f"{entry.key}: torch has no type {entry.dtype!r}")
+            raise ProtocolError(f"{entry.key}: torch has no dtype {entry.dtype!r}")
         live = _fitting(entry, self.in_place.get(entry.key))
         if live is not None and live.dtype == dtype:
             if live.is_meta:
@@ -341,8 +341,8 @@ def _fitting(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor | 
 
 
 _NO_MESH = (
-    "it was sharded over a mesh of {layout.mesh_shape} ranks (dimensions: {layout.names}), which nothing in the State "
-    "is sharded over when restore() is called: make it before that, or give the State the module that uses this mesh"
+    "it was sharded over a mesh of {layout.mesh_shape} ranks (dimensions: {layout.names}), over which nothing in the "
+    "State is sharded when restore() is called: create it before that, or give the State the module that uses this mesh"
 )
 
 

@@ -137,10 +137,10 @@ def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.T
     except (zipfile.BadZipFile, StopIteration, EOFError, OSError, struct.error, NotImplementedError) as exc:
         raise ProtocolError(f"{entry.key} cannot be read from its file: {exc!r}") from exc
     if check and any(zlib.crc32(record) != info.CRC for info, record in records.items()):
-        raise ProtocolError(f"{entry.key} is not as it was written")
+        raise ProtocolError(f"{entry.key} has changed since it was written")
     data = records[found]
     if len(data) != entry.nbytes:
-        raise ProtocolError(f"{entry.key} has {len(data)} bytes in its file, and {entry.nbytes} by its metadata")
+        raise ProtocolError(f"{entry.key} has {len(data)} bytes in its file, but {entry.nbytes} by its metadata")
     flat = byte_tensor(data)
     dtype = getattr(torch, entry.dtype, None)
     if isinstance(dtype, torch.dtype) and flat.data_ptr() % dtype.itemsize:
@@ -154,5 +154,5 @@ def _find_record(item: memoryview, info: zipfile.ZipInfo) -> memoryview:
     begin = info.header_offset + _LOCAL_HEADER.size + name + extra
     record = item[begin : begin + info.file_size]
     if info.compress_type != zipfile.ZIP_STORED or len(record) != info.file_size:
-        raise zipfile.BadZipFile(f"{info.filename} is cut off, or compressed")
+        raise zipfile.BadZipFile(f"{info.filename} is truncated, or compressed")
     return record

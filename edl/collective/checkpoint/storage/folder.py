@@ -3,7 +3,7 @@
 ::
 
     step-1000.g-3.r-346d06b6a1b2c3d4/
-        __0_0.distcp      a rank's tensors; rank 0's file also has what all ranks share
+        __0_0.distcp      a rank's tensors; rank 0's file also contains what all ranks share
         piece-0.json      where everything is in that file, and the rank's metadata
         .metadata         the same for torch.distributed.checkpoint
         manifest.json     sizes and checksums of all of these; its presence makes the checkpoint complete
@@ -183,7 +183,7 @@ class Manifest:
 def _form(data: bytes) -> dict[str, Any]:
     form = from_json(data)
     if not isinstance(form, dict) or form.get("format") != _FORMAT:
-        raise ProtocolError(f"of another format than {_FORMAT}: another version of EDL wrote it")
+        raise ProtocolError(f"not in format {_FORMAT}: another version of EDL wrote it")
     return form
 
 
@@ -256,7 +256,7 @@ class CheckpointFolder:
 
     Attributes:
         url: URL of the folder, which need not exist yet.
-        written_nbytes: Bytes that the storage has taken so far, by which others see that it makes progress.
+        written_nbytes: Bytes that the storage has accepted so far, which show that it makes progress.
 
     Raises:
         SettingsError: None of fsspec's file systems can reach the URL.
@@ -323,7 +323,7 @@ class CheckpointFolder:
     def replace_file(self, name: CheckpointName, file: str, data: bytes) -> FileDigest:
         """Replace a small file, which several nodes may write. Returns its digest.
 
-        A reader sees either what was there before or all of the new file.
+        A reader sees either the previous contents or all of the new file.
         """
         if not self._local:
             return self.write_file(name, file, lambda stream: stream.write(data))
@@ -357,7 +357,7 @@ class CheckpointFolder:
         """Return a checkpoint's manifest, or None if the checkpoint is not complete.
 
         Raises:
-            ProtocolError: There is a manifest, but it cannot be read or is of another checkpoint.
+            ProtocolError: There is a manifest, but it cannot be read or belongs to another checkpoint.
         """
         try:
             data = self.read_file(name, MANIFEST)
@@ -365,7 +365,7 @@ class CheckpointFolder:
             return None
         manifest = Manifest.parse(data)
         if CheckpointName(manifest.step, manifest.run, manifest.generation) != name:
-            raise ProtocolError(f"the manifest in {name} is of another checkpoint")
+            raise ProtocolError(f"the manifest in {name} belongs to another checkpoint")
         return manifest
 
     def is_published(self, name: CheckpointName) -> bool:
@@ -373,13 +373,13 @@ class CheckpointFolder:
         return MANIFEST in self.list_files(name)
 
     def publish_checkpoint(self, name: CheckpointName, manifest: Manifest) -> None:
-        """Complete a checkpoint by its manifest, which is on disk after all other files."""
+        """Complete a checkpoint by writing its manifest, which is on disk after all other files."""
         self._sync(name)
         self.replace_file(name, MANIFEST, manifest.pack())
         self._sync(name)
 
     def remove_checkpoint(self, name: CheckpointName) -> None:
-        """Remove a checkpoint. The manifest goes first, so that a half-removed checkpoint does not look complete."""
+        """Remove a checkpoint, its manifest first, so that a half-removed checkpoint does not look complete."""
         for path in (f"{self._path(name)}/{MANIFEST}", self._path(name)):
             with contextlib.suppress(FileNotFoundError), _translated():
                 self._fs.rm(path, recursive=True)

@@ -44,7 +44,7 @@ _SPAN_NBYTES: Final = 32 << 20
 _BLOCK_NBYTES: Final = 16 << 20
 """Bytes per read: smaller ones cost an object store more requests, larger ones leave less to do in parallel."""
 _GAP_NBYTES: Final = 64 << 10
-"""Gaps up to this size between two items are read along instead of splitting the read: metadata and plain values."""
+"""Gaps up to this size between two items are read too, instead of splitting the read: metadata and plain values."""
 _READS: Final = 8
 """Reads at a time: fewer leave the network idle between responses, more make an object store refuse some."""
 
@@ -172,7 +172,7 @@ def _is_consistent(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
 
 
 def _warn_damaged(folder: CheckpointFolder, name: CheckpointName, wrong: str) -> None:
-    logger.warning("checkpoint %s in %s is damaged (%s): using the one before it", name, folder.url, wrong)
+    logger.warning("checkpoint %s in %s is damaged (%s): using the previous one", name, folder.url, wrong)
 
 
 def _load_checkpoint(

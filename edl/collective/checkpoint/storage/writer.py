@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 _WRITERS = 4
-"""Ranks of a node that are written at a time: enough for a storage that profits from parallel writes, and few enough
+"""Ranks of a node that are written at once: enough for a storage that profits from parallel writes, and few enough
 for a slow one, where each further rank delays the first to be complete."""
 
 
@@ -79,7 +79,7 @@ class CheckpointWriter:
 
     @property
     def written_nbytes(self) -> int:
-        """The number of bytes that the storage has taken so far. Other threads may read it."""
+        """The number of bytes that the storage has accepted so far. Other threads may read it."""
         return self._folder.written_nbytes
 
     def check_storage(self) -> None:
@@ -101,8 +101,8 @@ class CheckpointWriter:
             refused, or a marked state was overwritten too soon, in which case a newer state is marked.
 
         Raises:
-            TemporaryError: The storage failed, there was too little memory, or the state was overwritten too soon. What
-                was stored before is unchanged.
+            TemporaryError: The storage failed, there was too little memory, or the state was overwritten too soon.
+                Earlier checkpoints are unchanged.
         """
         found = newest_common_state([find_marked_slots(slot) if marked else find_slots(slot) for slot in slots])
         state = found[0].header.version if found else NO_VERSION
@@ -129,7 +129,7 @@ class CheckpointWriter:
             logger.warning("%s: the next one will be", exc)
             return None
         except OSError as exc:
-            raise TemporaryError(f"storage {self._folder.url} did not take step {step}: {exc}") from exc
+            raise TemporaryError(f"storage {self._folder.url} did not accept step {step}: {exc}") from exc
         except MemoryError as exc:
             raise TemporaryError(f"no memory for a copy of step {step}, from which it would be stored") from exc
         return None if committed is None else (step, committed)
@@ -151,7 +151,7 @@ class CheckpointWriter:
     def _store_slots(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> None:
         """Write the parts that are not stored yet.
 
-        All slots are pinned before the first is written, because their workers go on with training. They are then
+        All slots are pinned before the first is written, because their workers continue training. They are then
         written together.
         """
         try:
@@ -172,7 +172,7 @@ class CheckpointWriter:
                 storing_path(prefix).unlink(missing_ok=True)
 
     def _write_together(self, name: CheckpointName, copies: Sequence[PinnedSlot]) -> None:
-        """Write several ranks' parts at a time. Raises the first error after those under way have ended.
+        """Write several ranks' parts at a time. Raises the first error after those in progress have ended.
 
         The threads are daemons, as is the thread that calls this under an agent: a storage that hangs must not keep a
         process from exiting, as an executor's threads would.
@@ -239,7 +239,7 @@ class CheckpointWriter:
             piece = RankManifest.parse(data)
             if (piece.run, piece.world) != (name.run, world):
                 raise ProtocolError(
-                    f"{name} has a piece of another run, or of a world of {piece.world} ranks, not {world}"
+                    f"{name} contains a piece of another run, or of a world of {piece.world} ranks, not {world}"
                 )
             pieces.append(piece)
             files[RankManifest.file_name(rank)] = FileDigest.of_bytes(data)
@@ -379,7 +379,7 @@ class CheckpointPersister:
             except FutureTimeoutError:
                 if time.monotonic() < deadline:
                     continue
-                self._report(f"{self._url} has not answered within {timeout_s:g} s: going on, in the hope that it will")
+                self._report(f"{self._url} has not answered within {timeout_s:g} s: continuing, in case it does later")
             return
 
     def close(self, timeout_s: float, *, patient: bool = False, retry_s: float = 0.0) -> bool:
@@ -403,9 +403,9 @@ class CheckpointPersister:
                 since = time.monotonic()
             if time.monotonic() - since > timeout_s:
                 self._loop.close(0.0)
-                what = f"{self._url} took nothing for {timeout_s:g} s" if patient else f"it took over {timeout_s:g} s"
+                what = f"{self._url} stalled for {timeout_s:g} s" if patient else f"it took over {timeout_s:g} s"
                 self._late = f"not done within {timeout_s:.0f} s"
-                self._report(f"the last checkpoint is left incomplete: {what}; what was stored before is as it was")
+                self._report(f"the last checkpoint is left incomplete: {what}; earlier checkpoints are unchanged")
                 return False
         return self._error is None
 
@@ -415,15 +415,15 @@ class CheckpointPersister:
         For a worker that has no agent.
 
         Raises:
-            TemporaryError: The last state is not stored. What was stored before is unchanged.
+            TemporaryError: The last state is not stored. Earlier checkpoints are unchanged.
         """
         if not self.close(timeout_s, retry_s=min(timeout_s, _WORKER_RETRY_S)):
             why = ", ".join(filter(None, [self._late, str(self._error or "")]))
-            what = f"the last state is not at {self._url}, what was stored before is as it was: {why}"
+            what = f"the last state is not at {self._url}; earlier checkpoints are unchanged: {why}"
             raise TemporaryError(what) from self._error
 
     def _poll_and_store(self) -> float | None:
-        """Store what is due. Returns the seconds until the next check, or None if nothing more will come."""
+        """Store what is due. Returns the seconds until the next check, or None if nothing more will be stored."""
         closing = self._closing  # read first: if it is set, this attempt sees every state that there will be
         requests = self._newest_requests
         stored = self._store(requests > self._newest_answered)
@@ -446,7 +446,7 @@ class CheckpointPersister:
         except EDLError as exc:
             error: Exception = exc
         except Exception as exc:  # noqa: BLE001 - reported, and later states are still stored
-            error = RuntimeError(f"a checkpoint was not stored, by a fault in EDL ({exc!r})")
+            error = RuntimeError(f"a checkpoint was not stored, because of a bug in EDL ({exc!r})")
             error.__cause__ = exc
         else:
             self._error = None
@@ -462,8 +462,8 @@ class CheckpointPersister:
         self._error = error
         if is_new:
             if not isinstance(error, EDLError):
-                logger.error("a fault in EDL", exc_info=error.__cause__)
-            self._report(f"{error}; what was stored before is as it was, and it is tried again")
+                logger.error("a bug in EDL", exc_info=error.__cause__)
+            self._report(f"{error}; earlier checkpoints are unchanged, and it is tried again")
         return False
 
     def _compare_pace(self, took_s: float) -> None:
@@ -474,7 +474,7 @@ class CheckpointPersister:
         if self._slow:
             self._report(
                 f"storing a state takes {took_s:.0f} s, longer than --checkpoint-interval {self._interval_s:g}: of the "
-                "states that come meanwhile the newest is stored next, the others are left out"
+                "states saved meanwhile, the newest is stored next and the others are skipped"
             )
         else:
             self._report("the storage keeps pace again")

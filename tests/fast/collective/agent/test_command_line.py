@@ -78,11 +78,11 @@ def test_help_shows_our_options_first() -> None:
         (["--rdzv-id", "a/b", "t.py"], "--rdzv-id 'a/b'"),
         (["--nproc-per-node", "none", "t.py"], "--nproc-per-node none"),
         (["--nnodes", "2", "--rzdv-id", "x", "t.py"], "unknown option '--rzdv-id'; did you mean '--rdzv-id'"),
-        (["--regroup-timeout", "30", "t.py"], "--regroup-timeout is gone: leave it out"),
+        (["--regroup-timeout", "30", "t.py"], "--regroup-timeout was removed: remove it"),
         (["--nnodes", "2"], "which script?"),
         (["no-such-script.py"], "no-such-script.py"),
         (["--preload", "torch vision", "t.py"], "--preload torch vision"),
-        (["--no-python", "-m", "t.py"], "--no-python and --module exclude each other"),
+        (["--no-python", "-m", "t.py"], "--no-python and --module are mutually exclusive"),
         (["--no-python", "no-such-program"], "no-such-program"),
         (["--log-dir", "/proc/logs", "t.py"], "--log-dir /proc/logs"),
         (["--redirects", "x", "t.py"], "--redirects"),
@@ -125,7 +125,7 @@ def test_nobody_joins_a_job_without_a_name(folders: tuple[Path, Path]) -> None:
         alone = _launch(parse_options([script], None), {}, "sqlite:///store", stack)
         named = _launch(parse_options(["--rdzv-id", "run-1", script], None), {}, "sqlite:///store", stack)
         assert (alone.resumable, named.resumable) == (False, True)
-        with pytest.raises(SettingsError, match="no other can join it"):
+        with pytest.raises(SettingsError, match="no other can join"):
             _launch(parse_options(["--rdzv-id", alone.job, script], None), {}, "sqlite:///store", stack)
 
 
@@ -152,12 +152,12 @@ def test_slow_name_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     for own in ("10.1.2.3", "2001:db8::1"):
         warn_of_slow_name(own)
     assert questions == ["::ffff:10.1.2.3", "::ffff:10.1.2.3", "2001:db8::1"]
-    assert all(f'The line "{asked} ' in told for asked, told in zip(questions[1:], caplog.messages, strict=True))
+    assert all(f'Add the line "{asked} ' in told for asked, told in zip(questions[1:], caplog.messages, strict=True))
 
 
 def test_own_address_is_towards_the_store() -> None:
     assert own_address("sqlite:///a/store.sqlite") == "127.0.0.1"
-    with pytest.raises(SettingsError, match=r"no way to the store's host no-such-host\.invalid"):
+    with pytest.raises(SettingsError, match=r"no route to the store's host no-such-host\.invalid"):
         own_address("consul://no-such-host.invalid:8500")
     own = [each.address for nic in psutil.net_if_addrs().values() for each in nic if each.family == socket.AF_INET6]
     for each in own:
@@ -289,7 +289,7 @@ def test_tls_on_half_of_the_nodes(tmp_path: Path) -> None:
     own = Credentials(ca=ca.save(tmp_path), **ca.issue(*HERE).save(tmp_path))
     port = free_ports(1)[0]
     with served(port, own):
-        words = r"wants a client certificate.*EDL_TLS_KEY; TLS is for all nodes of a job"
+        words = r"wants a client certificate.*EDL_TLS_KEY; either all nodes of a job use TLS"
         with pytest.raises(SettingsError, match=words):
             served(port, own=False).__enter__()
         with served(port, own, own=False) as store:
@@ -466,7 +466,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
             signal.pause()
     try:
         assert os.read(held, 1) == b"x"
-        with pytest.raises(SettingsError, match=r"runs slurm-test-17\.0-2, .*--rdzv-id NAME.*--standalone"):
+        with pytest.raises(SettingsError, match=r"running slurm-test-17\.0-2, .*--rdzv-id NAME.*--standalone"):
             name_of(tmp_path, ends=False)
     finally:
         os.kill(child, signal.SIGKILL)

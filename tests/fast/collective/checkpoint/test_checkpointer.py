@@ -175,16 +175,16 @@ def test_nobody_is_waited_for_for_ever(
 
 @pytest.mark.parametrize("name", ["Place", "run_in_process", "stay"])
 def test_gone_names_say_what_to_use(name: str) -> None:
-    with pytest.raises(ImportError, match=f"^{name} is gone: call .*Checkpointer.restore"):
+    with pytest.raises(ImportError, match=f"^{name} was removed: call .*Checkpointer.restore"):
         getattr(edl.collective, name)
-    with pytest.raises(SettingsError, match="--rdzv-backend=edl is gone: start the script with `edl run`"):
+    with pytest.raises(SettingsError, match="--rdzv-backend=edl was removed: start the script with `edl run`"):
         handler_creator()(None)
 
 
 def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: WorkerStatusPage) -> None:
     with pytest.raises(SettingsError, match="exactly one"):
         worker(tmp_path, State(), interval_steps=3, interval_s=2.0)
-    with pytest.raises(SettingsError, match="overlap is gone: leave it out"):
+    with pytest.raises(SettingsError, match="overlap was removed: remove it"):
         worker(tmp_path, State(), overlap=True)
     checkpointer = worker(tmp_path, State())
     checkpointer.close()
@@ -267,7 +267,7 @@ def test_a_failed_one_is_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogC
             checkpointer.evaluate(evaluator)
         checkpointer.save(1)
     assert evaluator.pending is None
-    assert "accuracy after step 0 failed, and is left out" in caplog.text
+    assert "accuracy after step 0 failed and is skipped" in caplog.text
 
 
 def train_with_plateau(tmp_path: Path, die_after: str) -> tuple[dict[int, float], float, int]:
@@ -346,7 +346,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match=r"not a field of the State.*evaluator=evaluator"):
             checkpointer.evaluate(evaluator)
         state.evaluator = evaluator
-        with pytest.raises(SettingsError, match=r"has a Tensor.*item\(\)"):
+        with pytest.raises(SettingsError, match=r"contains a Tensor.*item\(\)"):
             checkpointer.evaluate(evaluator)
         with pytest.raises(SettingsError, match=r"top is a builtins\.object"):
             checkpointer.evaluate(evaluator)
@@ -401,5 +401,5 @@ def test_a_second_loop_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     first.save_end(0)
     first.close()
     for second in (BoundaryCheckpointer({}), boundary_of(tmp_path / "stored")):
-        with pytest.raises(SettingsError, match=r"keeps the state of one training loop.*job of its own"):
+        with pytest.raises(SettingsError, match=r"keeps the state of one training loop.*its own job"):
             second.open(state)

@@ -242,7 +242,7 @@ def test_what_would_not_come_back_is_refused() -> None:
         "hook": ({"f": lambda: 0}, r"value\.f is a builtins\.function"),
         "sparse": (torch.eye(2).to_sparse(), "sparse"),
         "names": ({"b.c": torch.ones(1), "b": {"c": torch.ones(1)}}, "both named"),
-        "odd": ([odd], r"value\.0 is a .*\.Odd, which would come back as a plain tensor"),
+        "odd": ([odd], r"value\.0 is a .*\.Odd, which would be restored as a plain tensor"),
         "set": ({"a": {torch.ones(1)}}, r"value\.a has a tensor in a set or as a key"),
         "key": ({torch.ones(1): 1}, r"value has a tensor in a set or as a key"),
         "lazy": (lazy, r"value\.weight has no shape yet"),

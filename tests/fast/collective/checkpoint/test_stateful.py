@@ -242,7 +242,7 @@ def test_place_is_refused_in_another_world(field: str) -> None:
 def test_place_for_all_epochs_is_refused(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     _, states = read("kept", options)
     for _, saved in states[1:8:3] if options else states[1:8]:
-        with pytest.raises(SettingsError, match="Kept begins every epoch after a restart where"):
+        with pytest.raises(SettingsError, match="after a restart, Kept begins every epoch where"):
             read("kept", options, saved)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(IterableDataset=Kept))
     with pytest.raises(SettingsError, match=r"set_epoch\(3\) after restore"):  # the loop does not call it

@@ -277,7 +277,7 @@ def test_a_mark_at_any_instant_is_kept(tmp_path: Path) -> None:
 def test_failing_storage_is_temporary(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("not a folder")
     put(tmp_path / "s", job(1), 1)
-    with pytest.raises(TemporaryError, match="did not take step 1"):
+    with pytest.raises(TemporaryError, match="did not accept step 1"):
         write(tmp_path / "c", tmp_path / "s")
     with pytest.raises(SettingsError, match="nowhere"):
         storing("nowhere://x")
@@ -491,7 +491,7 @@ def test_next_state_is_stored_after_errors(
             storage.before = fail(error)
         persister = storage.persister()
         wait_until(lambda: storage.lines, "the failure is reported")
-        assert (str(error) if error else "fault in EDL") in storage.lines[0]
+        assert (str(error) if error else "bug in EDL") in storage.lines[0]
     storage.before = lambda: None
     storage.put(2)
     persister.store_newest()
@@ -595,7 +595,7 @@ def test_worker_alone_ends_well_if_stored(
 ) -> None:
     monkeypatch.setattr(persister_module, "_WORKER_RETRY_S", 0.3)
     storage.before = fail(ApiError("slow down"))
-    words = f"the last state is not at {storage.url}, what was stored before is as it was: .*slow down"
+    words = f"the last state is not at {storage.url}; earlier checkpoints are unchanged: .*slow down"
     ends = {
         "the block ends": pytest.raises(TemporaryError, match=words),
         "sys.exit()": pytest.raises(TemporaryError, match=words),

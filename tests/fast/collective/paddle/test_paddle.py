@@ -208,15 +208,15 @@ def test_master_weights_keep_their_names(slots: Any) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:paddle")
 def test_another_model_is_refused_in_words(slots: Any) -> None:
     saved = PaddleState(model=paddle.nn.Linear(4, 3))
-    with pytest.raises(SettingsError, match=r"weight was saved as float32\(4, 3\), and is float32\(4, 2\) now"):
+    with pytest.raises(SettingsError, match=r"weight was saved as float32\(4, 3\), but is now float32\(4, 2\)"):
         restored(saved, PaddleState(model=paddle.nn.Linear(4, 2)), slots)
-    with pytest.raises(SettingsError, match="one of them lacks bias"):
+    with pytest.raises(SettingsError, match="one of the two lacks bias"):
         restored(saved, PaddleState(model=paddle.nn.Linear(4, 3, bias_attr=False)), slots)
     job = Job()
     job.train(1)
     with paddle.utils.unique_name.guard():
         optimizer = paddle.optimizer.AdamW(parameters=paddle.nn.Conv2D(1, 1, 1).parameters())
-    with pytest.raises(SettingsError, match="in the order in which they were made"):
+    with pytest.raises(SettingsError, match="in the order in which they were created"):
         restored(PaddleState(optimizer=job.optimizer), PaddleState(optimizer=optimizer), slots)
 
 

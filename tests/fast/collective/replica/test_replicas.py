@@ -266,7 +266,7 @@ def test_silent_peer_costs_a_line(tmp_path: Path, agents: dict[str, Replicator],
     keep(kept_prefix(tmp_path / "slots-a"), 1)
     agents["a"].change_world(world)
     wait_until(lambda: said, "it is said")
-    assert "b did not take a replica" in said[0]
+    assert "b did not accept a replica" in said[0]
     assert ReplicaFolder(tmp_path / "a").requested_version() is None
 
 
@@ -421,7 +421,7 @@ def test_overwritten_state_does_not_arrive(tmp_path: Path, receiver: Receiver) -
 
 def test_too_much_is_refused(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
     receiver = receive(share_of_free=1e-12)
-    with pytest.raises(ReplicaRefusedError, match="free in memory"):
+    with pytest.raises(ReplicaRefusedError, match="bytes of free memory"):
         receiver.send(keep(tmp_path / "kept", 1, 1000))
     assert receiver.folder.slot_prefixes() == []
 

@@ -198,7 +198,7 @@ def test_too_large_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "edl.collective"):
         found, _ = trained(adam(0.01, 0.9, 0.99, 1e-3), SquareRoot(), base_batch=2)
     assert torch.isfinite(found).all()
-    assert caplog.text.count("more than the square root rule is for") == 1
+    assert caplog.text.count("too large for the square root rule") == 1
 
 
 UNKNOWN = GradientNoise()
@@ -477,7 +477,7 @@ def test_handed_out_batch_is_not_changed() -> None:
     sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
     batches = iter(sampler)
     next(batches), next(batches)
-    with pytest.raises(SettingsError, match="20 were handed out"):
+    with pytest.raises(SettingsError, match="20 were already handed out"):
         sampler.resize(5, at=10)
 
 

@@ -204,9 +204,9 @@ def test_worker_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     ("count", "weights", "message"),
     [
         (7, None, "7 rows on rank 0, but this rank's share is 8 of 8"),
-        (8, [1.0] * 7 + [-1.0], "weights= of rank 0: .*from 0 on"),
+        (8, [1.0] * 7 + [-1.0], "weights= of rank 0: .*non-negative"),
         (8, [1.0] * 7 + [float("nan")], "weights= of rank 0"),
-        (8, [1.0] * 9, "here are 9 for 8 rows"),
+        (8, [1.0] * 9, "got 9 for 8 rows"),
         (8, [0.0] * 8, "are 0 for all rows of all ranks"),
     ],
 )

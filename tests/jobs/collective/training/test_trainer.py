@@ -119,7 +119,7 @@ def test_unaveraged_gradients_are_refused(ranks: RanksPool, kind: str, message: 
 
 
 def test_half_of_a_sharded_step_is_kept(ranks: RanksPool) -> None:
-    with pytest.raises(AssertionError, match="FSDP cannot forget the gradients"):
+    with pytest.raises(AssertionError, match="FSDP cannot drop the gradients"):
         ranks.run(2, elastic, Case(around=("fsdp",), most=(3, 3), give_up=1))
 
 

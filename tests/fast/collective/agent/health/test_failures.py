@@ -164,7 +164,7 @@ def test_exit_code_while_a_node_is_missing() -> None:
 
 
 def test_early_rank_is_a_likely_cause() -> None:
-    lost = "rank 3 lost contact with another one"
+    lost = "rank 3 lost contact with another rank"
     for ended, ranks in (([1], "rank 1"), (range(9, 4, -1), "ranks 5, 6, 7, 8 and 1 more")):
         assert decide([LOST], 2.5, ended=ended).restart.startswith(f"{lost}, perhaps because")
         assert f" ended on {ranks}: " in decide([LOST], 2.5, ended=ended).restart
@@ -215,7 +215,8 @@ def test_fruitless_restarts_end_the_job(step: int, lived_s: float) -> None:
         assert policy.apply_limits(KILLED_0, 0, Progress(5)) == KILLED_0
         policy.record_restart(Progress(5), 1.0)
     nowhere = policy.apply_limits(KILLED_0, 0, Progress(5))
-    assert nowhere == RecoveryDecision(fatal="10 restarts in a row led nowhere; the last because worker 0 was killed")
+    fatal = "10 restarts in a row made no progress; the last because worker 0 was killed"
+    assert nowhere == RecoveryDecision(fatal=fatal)
     assert policy.apply_limits(KILLED_0, 0, Progress(6)) == KILLED_0, "this one led somewhere"
     policy.record_restart(Progress(step), lived_s)
     for _ in range(10):
@@ -432,7 +433,7 @@ def test_a_worker_that_works_has_longer() -> None:
     assert simulation.detector.busy
     found = simulation.until_hung(200.0)
     assert found[:2] == (40.1, 1)
-    assert found[2].endswith("the limit is 40 s where a step takes 1 s for a process that works")
+    assert found[2].endswith("the limit is 40 s for steps that take 1 s for a process that works")
 
 
 def test_a_worker_that_stops_working_hangs() -> None:

@@ -560,4 +560,4 @@ def test_second_start_says_how_to_run_again(caplog: pytest.LogCaptureFixture) ->
         id="node-b",
     )
     assert _check_job_state(cast(AgentContext, context)) == 0
-    assert "--rdzv-id resnet-2, and another --checkpoint than s3://bucket/resnet" in caplog.messages[-1]
+    assert "--rdzv-id resnet-2, and a --checkpoint other than s3://bucket/resnet" in caplog.messages[-1]

@@ -1,8 +1,8 @@
 """Soft labels for Keras 3: a `PyDataset` that adds them to the targets, and the loss and metric that take these.
 
 Keras passes one array of targets to a loss. So a batch's targets become one array, [rows, classes + 1]: the teachers'
-logits, with the true class in the last column. `DistillationLoss` and `DistillationAccuracy` take it apart. Both take
-plain classes as well, which is what validation data have. It works with every backend of Keras.
+logits, with the true class in the last column. `DistillationLoss` and `DistillationAccuracy` take it apart. Both also
+accept plain classes, such as in validation data. This works with every Keras backend.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SoftLabelDataset(keras.utils.PyDataset):  # type: ignore[misc]
             model.compile("adam", DistillationLoss(temperature=4.0, alpha=0.9), metrics=[DistillationAccuracy()])
             model.fit(dataset, epochs=10, validation_data=(test_images, test_labels))
 
-    EDL reads batches ahead of training itself, in the dataset's own order, whatever `shuffle` is in `fit`. Shuffle in
-    the dataset, in its `on_epoch_end`.
+    EDL reads batches ahead of training, in the dataset's own order, whatever `shuffle` is in `fit`. Shuffle in the
+    dataset's `on_epoch_end`.
 
     Args:
         dataset: Yields `(x, y)`: arrays [rows, ...], or dicts of them for `x`, and true classes [rows] or [rows, 1].
@@ -118,7 +118,7 @@ class DistillationLoss(keras.losses.Loss):  # type: ignore[misc]
     """Mixes the divergence from the teachers with the cross-entropy against the true classes (Hinton et al., 2015).
 
     The mean over the rows of alpha * T² * KL(teacher || student) + (1 - alpha) * cross-entropy, where the divergence is
-    at temperature T. Targets without logits of teachers, as validation data have, give the cross-entropy alone.
+    at temperature T. Targets without teachers' logits, such as validation data, give only the cross-entropy.
 
     Args:
         temperature: Temperature T, above 0.

@@ -1,9 +1,9 @@
-"""Services in a `Registry`, and the small shared state in a `Store`, in which a registry keeps its services.
+"""Services in a `Registry`, and small shared state in a `Store`, where a registry keeps its services.
 
-One URL says where it is: a SQLite file (one machine, no server to install), a store that another process serves (`edl://`),
-Consul or etcd. Nothing else in EDL depends on which.
+One URL gives the location: a SQLite file (one machine, no server to install), a store that another process serves
+(`edl://`), Consul or etcd. Nothing else in EDL depends on the choice.
 
-- `store` has the contract, and what all stores have in common. `registry` keeps services in any store, and `records`
+- `store` defines the contract and the code that all stores share. `registry` keeps services in any store, and `records`
   defines an instance of a service.
 - Each backend is a module: `sqlite`, `etcd`, `consul` (with `consul_client`), and the folder
   `served` for `edl://`.
@@ -11,7 +11,7 @@ Consul or etcd. Nothing else in EDL depends on which.
 
 To add a fifth store, write a module with a subclass of `Store` that implements its seven abstract methods (`etcd` is a
 model; `watching.Follower` says what a watch needs), add its scheme to `urls`, and run the tests of
-`tests/fast/discovery/conformance` on it. It is a registry as well.
+`tests/fast/discovery/conformance` on it. It then also serves as a registry.
 
 What does not belong here: connections to teachers, anything about models or tensors, and job logic.
 """

@@ -1,18 +1,18 @@
-"""Which teachers a student talks to. Pure: the same inputs, in any order, give the same answer.
+"""Decides which teachers a student talks to. Pure: the same inputs, in any order, give the same answer.
 
 What holds for every answer of `balance`:
 
 1. **Wants.** A student has exactly min(its want, the fan-out limit, the number of teachers) different teachers, so
-   no student starves while there is a teacher, no student is favoured over another, and a teacher has no students
-   only when every student has as many teachers as it wants. Students share teachers as far as that takes. As long as
-   the teachers are no more than any limit, all students talk to all.
+   no student starves while a teacher is available, no student is favoured, and a teacher has no students
+   only when every student has as many teachers as it wants. Students share teachers if necessary. As long as
+   no limit is below the number of teachers, all students talk to all teachers.
 2. **Loads.** A teacher's load is the number of students linked to it, its relative load that number divided by its
    capacity. Among all links that satisfy 1, these have the least sum of load²/capacity. In other words: no link can be
    moved, directly or by a chain of other links, so that the relative loads of the teacher that loses a link and of the
    teacher that gains it come closer together: (2·load - 1)/capacity of the loser is at most (2·load + 1)/capacity of
    the gainer. With equal capacities loads differ by 1 at most.
 3. **Moves.** Among all links that satisfy 1 and 2, the answer keeps as many previous links as possible. This is
-   exact, for any change: several members coming and going at once, other capacities, other wants.
+   exact for any change: several members joining and leaving at once, new capacities, new wants.
 
 `fair_levels` finds the loads, and `link` the links that keep the most. Time grows with the number of links, not with
 the number of possible links.
@@ -38,8 +38,8 @@ Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
 DEFAULT_FAN_OUT = 32
-"""Teachers that a student talks to at most, unless it says otherwise."""
-# Marks of a node that no search reached, and of one that a path has used up; others are distances.
+"""Default maximum number of teachers per student."""
+# Marks of a node that no search reached, and of one that a path has used up; other marks are distances.
 _UNSEEN, _SPENT = -1, -2
 # The largest ratio of two capacities that prices can still tell apart without overflow.
 _SMALLEST_CAPACITY = 1e-290
@@ -55,9 +55,9 @@ def balance(
 
     Args:
         teachers: The capacities of live teachers by id; relative weights, positive and finite.
-        students: How many teachers a student wants at most, by id; None for as many as it may have.
-        previous: The teachers that students had, by id. Members that are gone may still be in it.
-        fan_out: The most teachers of any student.
+        students: The most teachers each student wants, by id; None for as many as allowed.
+        previous: The teachers that students had, by id. May include departed members.
+        fan_out: The most teachers per student.
 
     Returns:
         The ids of teachers, sorted, by student; a student's entry is empty only if there are no teachers.
@@ -96,7 +96,7 @@ def balance(
 
 
 def _link_level(level: LoadLevel, wants: list[int], before: list[list[int]], links: list[list[int]]) -> None:
-    """Add the links to a level's teachers: what students want beyond the teachers of earlier levels."""
+    """Add links to a level's teachers for students that want more than earlier levels gave them."""
     size = level.stop - level.start
     choosing: list[int] = []
     full = 0
@@ -128,15 +128,15 @@ def _link_level(level: LoadLevel, wants: list[int], before: list[list[int]], lin
 # separable concave function over a polymatroid feasible region", European J. of Operational Research 54 (1991).
 #
 # Read as prices: a teacher's next link costs (2·load + 1)/capacity, the step in load²/capacity. Within a `LoadLevel`
-# all teachers stop at the same price. Where students want more teachers than there are large teachers, the bound
+# all teachers stop at the same price. If students want more teachers than there are large teachers, the bound
 # separates levels: every student takes all it can of an earlier level before it takes anything of a later level.
 
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """Teachers `start` to `stop` (in order of falling capacity), with loads from `low` to `high`.
+    """Teachers `start` to `stop` (by descending capacity), with loads from `low` to `high`.
 
-    `high - low` is 0 or 1. Fair are all loads within these bounds whose sum is what the students take here, as far as
+    `high - low` is 0 or 1. Loads within these bounds are fair if they add up to what the students take here, as far as
     links between different pairs can realize them.
     """
 
@@ -150,7 +150,7 @@ def fair_levels(capacities: Floats, takers: Ints) -> list[LoadLevel]:
     """Return the levels, in order; every teacher is in a level.
 
     Args:
-        capacities: The capacities of n >= 1 teachers, positive, falling.
+        capacities: The capacities of n >= 1 teachers, positive, in descending order.
         takers: The number of students that want more than k teachers, for k from 0; n entries, never rising.
     """
     _, exponent = np.frexp(capacities[0])
@@ -193,11 +193,11 @@ def _price(capacities: Floats, takers: Ints) -> float:
 
 
 def _violated(capacities: Floats, takers: Ints, low: Ints, high: Ints) -> int:
-    """Return the number of teachers from the front that got most beyond what students can give them; 0 if none did.
+    """Return the length of the front that most exceeds what students can give it; 0 if none does.
 
-    Judged are the flattest of all loads within the bounds, so that the front, when it got too much, got it in all of
-    them. Only borders between capacities need a look: within a run of equal capacities the excess, with its loads
-    in falling order, is nowhere larger than at both ends.
+    This looks at the flattest loads within the bounds, so a front that got too much here got too much in all
+    of them. Only borders between capacities need checking: within a run of equal capacities the excess, with its loads
+    in descending order, is nowhere larger than at both ends.
     """
     (borders,) = np.nonzero(capacities[1:] != capacities[:-1])
     if not len(borders):
@@ -210,9 +210,9 @@ def _violated(capacities: Floats, takers: Ints, low: Ints, high: Ints) -> int:
     return int(borders[worst]) + 1 if excess[worst] > 0 else 0
 
 
-# --- Which students a teacher has, given how many: as many of the previous links as possible ---
+# --- Which students a teacher has, given their number: keep as many previous links as possible ---
 #
-# A minimum-cost flow from students to teachers, a unit for a link: a previous link is free, a new one costs 1, so the
+# A minimum-cost flow from students to teachers, one unit per link: a previous link is free, a new one costs 1, so the
 # cheapest flow keeps the most. The method is the primal-dual (Ford and Fulkerson, "Flows in Networks", 1962): each
 # node has a level, the price of reaching it, and flow moves along steps whose cost is exactly the difference of two
 # levels. When no such path is left, everything out of reach rises by 1.
@@ -230,7 +230,7 @@ def link(
         wants: A number from 0 to the number of teachers by student.
         low: The least load of every teacher, not negative.
         high: The largest load of every teacher; `high[t] - low[t]` is 0 or 1.
-        previous: The teachers that students had, by their place in `low`.
+        previous: The teachers that students had, by their index in `low`.
 
     Returns:
         The teachers, by student. No other answer holds more of `previous`.
@@ -258,10 +258,10 @@ class _Flow:
         self.need = list(wants)
         self.spare = sum(wants) - sum(low)
         self.level = [0] * (self.spare_node + 1)
-        # Spreads what is otherwise equal; always the same, so that the answer is.
+        # Breaks ties; seeded, so that the answer is always the same.
         self.chance = random.Random(0)
         if self.spare < 0:
-            raise ValueError(f"{sum(wants)} links cannot give the teachers {sum(low)}")
+            raise ValueError(f"{sum(wants)} links are fewer than the teachers' minimum of {sum(low)}")
 
     def solve(self) -> list[set[int]]:
         self._keep()
@@ -272,7 +272,7 @@ class _Flow:
         while any(self.need):
             # A level counts the new links on a path, which passes each student once.
             if not self._search() and self._rise() > self.students + 1:
-                raise ValueError("no links give every student and teacher its number")
+                raise ValueError("no links satisfy every student's and teacher's number")
         return self.links
 
     # Greedy passes: they find nearly all links, along paths that the search would have found too.
@@ -289,7 +289,7 @@ class _Flow:
         self.holders[teacher].add(student)
 
     def _keep(self) -> None:
-        """Keep previous links while there is room; a large change takes a little from all, in no order of ids."""
+        """Keep previous links while there is room; a large change takes a little from all, regardless of ids."""
         loads = Counter(teacher for before in self.previous for teacher in before)
         pairs = []
         for student, before in enumerate(self.previous):
@@ -305,9 +305,9 @@ class _Flow:
                 self._add(student, teacher)
 
     def _fill(self) -> None:
-        """Add new links where most is missing, on both sides: from nothing, this never gets stuck (Ryser).
+        """Add new links where most are missing, on both sides: with no links yet, this never gets stuck (Ryser).
 
-        Among equals chance decides. Students with the same teachers would block each other at the next change.
+        Ties are broken at random. Students with the same teachers would block each other at the next change.
         """
         aims, spare = self.low.copy(), self.spare
         for teacher in sorted(range(self.teachers), key=lambda teacher: (self.low[teacher], teacher)):
@@ -336,7 +336,7 @@ class _Flow:
     def _search(self) -> int:
         """Add links along shortest paths, many at once (Hopcroft and Karp); return how many, 0 if no path is left.
 
-        First nodes are marked with their distance from the students that need a link, as far as the nearest teacher
+        First, nodes are marked with their distance from the students that need a link, as far as the nearest teacher
         with room. Then paths follow the rising marks, no two of them through the same student or teacher.
         """
         self.marks = [_UNSEEN] * (self.spare_node + 1)
@@ -363,7 +363,7 @@ class _Flow:
         return found
 
     def _prepare(self, after_spare: int) -> None:
-        """Sort teachers by what a step asks for: level and mark. `after_spare` is the mark behind the spare node."""
+        """Sort teachers by level and mark, which a step looks up. `after_spare` is the mark behind the spare node."""
         self.pools: dict[tuple[int, int], deque[int]] = {}
         for node in range(self.students, self.spare_node):
             self.pools.setdefault((self.level[node], self.marks[node]), deque()).append(node)
@@ -373,12 +373,12 @@ class _Flow:
         return self.students <= node < self.spare_node and self._has_room(node - self.students)
 
     def _rise(self) -> int:
-        """Raise what the last search, having found no path, did not reach; returns the highest level."""
+        """Raise the nodes that the last search, which found no path, did not reach; return the highest level."""
         self.level = [level + (mark == _UNSEEN) for level, mark in zip(self.level, self.marks, strict=True)]
         return max(self.level)
 
     def _augment(self, student: int) -> bool:
-        """Follow the marks, depth first, from a student that needs a link to a teacher that has room, and turn over."""
+        """Follow the marks, depth first, from a student that needs a link to a teacher that has room, and flip them."""
         path, steps = [student], [self._steps(student, 1)]
         while steps:
             node = next(steps[-1], None)
@@ -406,7 +406,7 @@ class _Flow:
                 self.links[after].remove(node - self.students)
                 self.holders[node - self.students].remove(after)
             elif node == self.spare_node:
-                # Other paths may pass here as well, and go on to other teachers.
+                # Other paths may also pass here, to other teachers.
                 self.marks[node] = distance
 
     def _steps(self, node: int, mark: int) -> Iterator[int]:

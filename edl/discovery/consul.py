@@ -1,9 +1,9 @@
 """Discovery on Consul: keys in the folder `edl/` of its KV store, leases as sessions, teachers as services of Consul.
 
-A process should talk to the agent on its own machine: a registration and a lease live at the agent they were made at,
+A process should talk to the agent on its own machine: a registration and a lease belong to the agent that created them,
 so a load balancer in front of several agents does not work.
 
-Every write of the store is a transaction, which is atomic and tells the version that it made. A session hangs on the
+Every write of the store is a transaction, which is atomic and returns the new version. A session depends on the
 TTL check of a small service of its own (`edl-lease`). A check of the node itself would, when it fails, declare every
 service of that node dead. The registry has an ordinary service with a TTL check per instance, so that Consul's UI and
 DNS show it.
@@ -51,7 +51,7 @@ class _BlockingFollower(Follower[T]):
     def next(self, wait_s: float | None) -> T:
         known, self._index = self._index, None
         index, found = self._ask(self._client, known, query_wait_s(wait_s))
-        if known is None or index >= known:  # a Consul that lost its memory is behind; below 1 it would not block
+        if known is None or index >= known:  # a Consul that lost its data is behind; below 1 it would not block
             self._index = max(1, index)
         return found
 
@@ -70,7 +70,7 @@ class ConsulStore(Store):
         super().__init__()
         if target.dc:
             raise SettingsError(
-                f"{target}: a store cannot be in another datacenter (?dc={target.dc}): leases live here"
+                f"{target}: a store cannot be in another datacenter (?dc={target.dc}): leases exist only here"
             )
         self._target = target
         self._client = self._own(ConsulClient(target))
@@ -112,7 +112,7 @@ class ConsulStore(Store):
             if version is not None:
                 return Entry(key, value, version)
             if isinstance(claim, _SessionClaim) and (expected is None or _version(self._pair(key)) == expected):
-                # The lock failed: the session is over, or another one has the key.
+                # The lock failed: the session has ended, or another one holds the key.
                 raise held_by_another(key) if claim.renew() else LeaseLostError("the lease has expired")
             if expected is not None:
                 return None
@@ -165,17 +165,17 @@ class ConsulStore(Store):
             return int(results[-1]["KV"]["ModifyIndex"])
 
     def _attempts(self, key: str) -> Iterator[None]:
-        """Yield once more after every collision with another writer, until the time for a request is over."""
+        """Yield again after every collision with another writer, until the request's time is up."""
         deadline = time.monotonic() + self._target.timeout_s
         while True:
             yield
             if time.monotonic() > deadline:
-                raise DiscoveryError(f"{self._target}: others change key {key!r} all the time")
+                raise DiscoveryError(f"{self._target}: other writers keep changing key {key!r}")
             time.sleep(secrets.randbelow(20) / 1000)
 
 
 class _SessionClaim(Claim):
-    """A session, and the service whose check ends it. Its connection is its own, as the lease may outlive a call."""
+    """A session, and the service whose check ends it. It has its own connection, as the lease may outlive a call."""
 
     def __init__(self, target: ConsulTarget, ttl_s: float) -> None:
         super().__init__()
@@ -198,14 +198,14 @@ class _SessionClaim(Claim):
                 if time.monotonic() > deadline:
                     raise
             if time.monotonic() > deadline:
-                raise DiscoveryError(f"{self._client.target}: a lease of {self._ttl_s} s lapsed while it was made")
+                raise DiscoveryError(f"{self._client.target}: a lease of {self._ttl_s} s lapsed while it was created")
             time.sleep(0.05)
 
     def _create(self) -> str:
         """Create a session that ends as soon as the service is not alive, and takes the keys that it locks with it.
 
-        A session's own TTL is ten seconds at least, and Consul may double it, so the service's check does the work.
-        The TTL is for the case that the agent disappears and does not run the check.
+        A session's own TTL is at least ten seconds, and Consul may double it, so the service's check does the work.
+        The TTL covers an agent that disappears and no longer runs the check.
         """
         body = {
             "Name": "edl",
@@ -220,7 +220,7 @@ class _SessionClaim(Claim):
 
     @override
     def renew(self) -> bool:
-        # In this order: an agent that lost the service has ended the session, which the second call finds out.
+        # In this order: an agent that lost the service has ended the session, which the second call detects.
         if not self._client.renew_service(self._service_id):
             return False
         return self._client.ask("PUT", f"/v1/session/renew/{self.session}", accepts=(404,)).status != 404
@@ -256,7 +256,7 @@ def _parse_pair(found: Any) -> _Pair:
 
 
 def _version(pair: _Pair | None) -> int:
-    """Return what `write` compares: 0 if the key does not exist."""
+    """Return the version that `write` compares: 0 if the key does not exist."""
     return 0 if pair is None else pair.entry.version
 
 
@@ -264,7 +264,7 @@ def _version(pair: _Pair | None) -> int:
 
 
 class ConsulRegistry(Registry):
-    """See `Registry`. Services that others registered in Consul are seen as well, as far as they make sense."""
+    """See `Registry`. It also lists services that others registered in Consul, if they are valid."""
 
     def __init__(self, target: ConsulTarget) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class ConsulRegistry(Registry):
         answer = self._client.ask("GET", "/v1/catalog/services", dc=self._target.dc)
         with self._client.understood():
             catalog = set(json.loads(answer.body).keys())
-        if not catalog:  # Consul's own service is in every catalog, so that all was left out
+        if not catalog:  # Consul's own service is in every catalog, so everything was left out
             raise self._client.denied("no service:read for any service")
         names = filter(is_service, catalog - {"consul", LEASE_SERVICE})
         return [found.service for found in map(self._read, names) if found.instances or found.lapsed]
@@ -301,7 +301,7 @@ class ConsulRegistry(Registry):
 
 
 class _ServiceClaim(InstanceClaim):
-    """A service at the agent. Its id there is this claim's own, so that closing it never removes a successor's."""
+    """A service at the agent. Its id is unique to this claim, so closing it never removes a successor's."""
 
     def __init__(self, target: ConsulTarget, instance: Instance, ttl_s: float) -> None:
         self.client = ConsulClient(target)
@@ -365,17 +365,17 @@ def _instances(
 
 
 def _health(found: Any) -> Literal["passing", "lapsed", "failing"]:
-    """Return "lapsed" if failing checks say only that a service was not heard of: ours, and the node's own."""
+    """Return "lapsed" if the only failing checks are those for lost contact: ours and the node's own."""
     failing = [check for check in found.get("Checks") or () if check["Status"] != "passing"]
     if not failing:
         return "passing"
-    # Another check that fails, or maintenance, says that the instance is not to be used.
+    # Any other failing check, or maintenance, means that the instance must not be used.
     silent = all(check["CheckID"] == NODE_ALIVE or check["Name"] == ALIVE for check in failing)
     return "lapsed" if silent and "edl-id" in (found["Service"].get("Meta") or {}) else "failing"
 
 
 def _instance(service: str, found: Any) -> Instance | Rejected:
-    """Return what Consul knows of an instance. Where EDL did not register it, most is left to the defaults."""
+    """Return what Consul knows of an instance. If EDL did not register it, most values are defaults."""
     node, offered = found["Node"], found["Service"]
     address, port = str(offered.get("Address") or node["Address"]), int(offered.get("Port") or 0)
     meta = dict(offered.get("Meta") or {})

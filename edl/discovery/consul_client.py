@@ -1,8 +1,8 @@
-"""Consul's HTTP API: where the agent is, requests with a deadline, and every error translated.
+"""Consul's HTTP API: the agent's address, requests with a deadline, and error translation.
 
-No client library is behind it: closing a watch must hang up on a blocking query from another thread, and every request
+It uses no client library: closing a watch must hang up on a blocking query from another thread, and every request
 needs a deadline, which needs an HTTP connection of our own. A connection serves one request, so an agent's restart
-breaks nothing that was kept idle. Consul's environment variables (`CONSUL_HTTP_TOKEN`, ...) say how to authenticate.
+breaks no idle connection. Consul's environment variables (`CONSUL_HTTP_TOKEN`, ...) say how to authenticate.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from edl.settings import read
 Json = Any
 
 _MOST_BYTES: Final = 64 * 1024**2
-"""The largest answer: some hundred thousand teachers. A longer one is not Consul's, and must not fill the memory."""
+"""The largest answer: some hundred thousand teachers. A longer one is not Consul's, and must not fill memory."""
 _FILTERED: Final = "X-Consul-Results-Filtered-By-ACLs"
-"""Since Consul 1.11. If something is left that may be read, it is used: a token may be for some services only."""
+"""Since Consul 1.11. If the token may read some of the entries, they are used: it may cover only some services."""
 _EMPTY: Final = ("[]", "{}", "null")
 ALIVE: Final = "alive"  # the name of a registration's own check
 
@@ -39,7 +39,7 @@ class ConsulTarget:
     """An agent.
 
     Attributes:
-        host, port: Where its HTTP API is.
+        host, port: Address of its HTTP API.
         timeout_s: Seconds that a request may take, beyond the time that a blocking query asks the agent to wait.
         dc: The datacenter to read services from, empty for the agent's own.
         token: The ACL token. `CONSUL_HTTP_TOKEN`. Never shown.
@@ -62,20 +62,20 @@ class ConsulTarget:
 
     @classmethod
     def of(cls, parts: SplitResult, timeout_s: float, environ: Mapping[str, str] | None = None) -> ConsulTarget:
-        """Return what a split URL and the environment say.
+        """Return the target for a split URL and the environment.
 
-        The message of a `SettingsError` repeats no password, token or query.
+        The message of a `SettingsError` never contains a password, token or query.
         """
         where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         if "@" in parts.netloc:
-            raise SettingsError(f"{where}: a password does not belong into a URL; set CONSUL_HTTP_TOKEN")
+            raise SettingsError(f"{where}: a password does not belong in a URL; set CONSUL_HTTP_TOKEN")
         if parts.path not in ("", "/") or parts.fragment:
-            raise SettingsError(f"{where}{parts.path}: a host, a port and at most ?dc=NAME are expected")
+            raise SettingsError(f"{where}{parts.path}: expected a host, a port and at most ?dc=NAME")
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         unknown = sorted(set(options) - {"dc"})
         if unknown or (parts.query and not options.get("dc")):
             raise SettingsError(
-                f"{where}: unknown or empty option {', '.join(unknown) or 'dc'}; there is only ?dc=NAME"
+                f"{where}: unknown or empty option {', '.join(unknown) or 'dc'}; the only option is ?dc=NAME"
             )
         secure = bool(read("CONSUL_HTTP_SSL", _boolean, environ)) or parts.scheme == "consul+https"
         try:
@@ -83,7 +83,7 @@ class ConsulTarget:
         except ValueError as exc:
             raise SettingsError(f"{where}: {exc}") from exc
         if not parts.hostname:
-            raise SettingsError(f"{where}: the host is missing; expected is consul://host:8500")
+            raise SettingsError(f"{where}: the host is missing; expected consul://host:8500")
         return cls(
             host=parts.hostname,
             port=port,
@@ -132,7 +132,7 @@ class _Answer(NamedTuple):
 
 
 class ConsulClient(Resource):
-    """Calls to an agent. Closing it ends calls that are under way.
+    """Makes calls to an agent. Closing it ends pending calls.
 
     All methods raise DiscoveryError when the agent cannot be reached, or refuses.
     """
@@ -156,14 +156,14 @@ class ConsulClient(Resource):
         wait: tuple[int | None, float] = (None, 0.0),
         **options: str,
     ) -> _Answer:
-        """Send a request with options of the URL; empty ones are left out.
+        """Send a request with query options; empty ones are left out.
 
         Args:
             method: The HTTP method.
             path: The URL's path.
             body: Sent as JSON.
-            accepts: Status codes that are not errors, beside 200.
-            wait: An index, and how many seconds the agent may wait for another index.
+            accepts: Status codes other than 200 that are not errors.
+            wait: An index, and how many seconds the agent may wait for a newer index.
             options: Names and values of the URL's query.
         """
         options = {name: value for name, value in options.items() if value}
@@ -178,7 +178,7 @@ class ConsulClient(Resource):
         if answer.status not in (200, *accepts):
             raise DiscoveryError(f"{self.target}: {answer.status} {shown(answer.body)}")
         if filtered and answer.body.strip() in _EMPTY:
-            raise self.denied("Consul left out all that there is, since the token may not read it")
+            raise self.denied("Consul left everything out, since the token may not read it")
         return answer
 
     def _send(self, method: str, url: str, body: bytes, block_s: float) -> tuple[_Answer, bool]:
@@ -207,7 +207,7 @@ class ConsulClient(Resource):
         return answer, found.headers.get(_FILTERED) == "true"
 
     def denied(self, reason: str) -> DiscoveryError:
-        """Return the error for an agent that refuses, or leaves out what the token may not read."""
+        """Return the error for an agent that refuses, or omits entries that the token may not read."""
         held = "the token in CONSUL_HTTP_TOKEN may not do this" if self.target.token else "set CONSUL_HTTP_TOKEN"
         return DiscoveryError(f"{self.target}: {shown(reason)}: {held}")
 
@@ -217,13 +217,13 @@ class ConsulClient(Resource):
         try:
             yield
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
-            raise DiscoveryError(f"{self.target}: the answer is not what Consul answers: {shown(repr(exc))}") from exc
+            raise DiscoveryError(f"{self.target}: not a valid Consul response: {shown(repr(exc))}") from exc
 
     def check_may_read(self, service: str) -> None:
         """Tell an empty service from one that the token may not read: Consul answers both with an empty list.
 
-        It says since 1.11 that it left something out (`X-Consul-Results-Filtered-By-ACLs`), but not whether it would
-        have. What its UI asks tells, since 1.8. An agent without that, or without ACLs, refuses the question.
+        Since 1.11 it says that it left something out (`X-Consul-Results-Filtered-By-ACLs`), but not whether it would
+        have. The query of its UI (since 1.8) tells. An agent without that, or without ACLs, refuses the query.
         """
         question = [{"Resource": "service", "Segment": service, "Access": "read"}]
         answer, _ = self._send("POST", "/v1/internal/acl/authorize", json.dumps(question).encode(), 0.0)
@@ -244,29 +244,29 @@ class ConsulClient(Resource):
         tags: Sequence[str] = (),
         meta: Mapping[str, str] | None = None,
     ) -> None:
-        """Register a service at the agent, alive until it has not been renewed for `ttl_s`."""
+        """Register a service at the agent; it counts as alive until `ttl_s` after its last renewal."""
         check = {
             "Name": ALIVE,
             "TTL": f"{ttl_s:g}s",
             "Status": "passing",
-            # Consul removes those that stay away; it rounds up to a minute.
+            # Consul removes services that stay critical this long; it rounds up to a minute.
             "DeregisterCriticalServiceAfter": "1m",
         }
         body = {"Name": name, "ID": service_id, "Address": address, "Port": port, "Tags": list(tags), "Check": check}
         self.ask("PUT", "/v1/agent/service/register", {**body, "Meta": dict(meta or {})})
 
     def renew_service(self, service_id: str) -> bool:
-        """Say that a service is alive; False if the agent does not know it."""
+        """Report that a service is alive; return False if the agent does not know it."""
         answer = self.ask("PUT", f"/v1/agent/check/pass/service:{service_id}", accepts=(400, 404, 500))
         if answer.status == 200:
             return True
-        # The code and the words for "unknown" differ between versions, so the agent is asked what it knows.
+        # The code and message for "unknown" differ between versions, so ask the agent what it knows.
         if self.ask("GET", f"/v1/agent/service/{service_id}", accepts=(404,)).status == 404:
             return False
         raise DiscoveryError(f"{self.target}: {answer.status} {shown(answer.body)}")
 
     def deregister_service(self, service_id: str) -> None:
-        """Remove a service from the agent, if it is there."""
+        """Remove a service from the agent, if it is registered."""
         self.ask("PUT", f"/v1/agent/service/deregister/{service_id}", accepts=(404,))
 
 
@@ -296,12 +296,12 @@ class _Connection(http.client.HTTPConnection):
         self._hung_up = True
         if self.sock is not None:
             with contextlib.suppress(OSError):
-                # Not the method of a TLS socket, which would pull the ground from under the thread that reads.
+                # Not the TLS socket's method, which would tear down state that the reading thread uses.
                 socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
 
 class _Punctual(io.RawIOBase):
-    """Reads from a socket until a deadline. A socket's own timeout starts again with every byte that drips in."""
+    """Reads from a socket until a deadline. A socket's own timeout restarts with every byte received."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._sock = sock
@@ -329,7 +329,7 @@ class _Punctual(io.RawIOBase):
 def _content(answer: http.client.HTTPResponse) -> bytes:
     content = answer.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
-        raise http.client.HTTPException(f"its answer has more than {_MOST_BYTES:,} bytes")
-    if answer.length:  # of what it promised: half an answer may look like a whole one
+        raise http.client.HTTPException(f"its answer is larger than {_MOST_BYTES:,} bytes")
+    if answer.length:  # bytes still missing: half an answer may look complete
         raise http.client.IncompleteRead(content, answer.length)
     return content

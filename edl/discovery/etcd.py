@@ -1,10 +1,10 @@
-"""The store on etcd, over etcd's gRPC API: keys below `edl/store/`, leases as etcd's own, versions as revisions.
+"""The store on etcd, over etcd's gRPC API: keys below `edl/store/`, etcd's own leases, and revisions as versions.
 
 Every write is a transaction, which compares the version and the lease of the key and sets it. A registry uses the same
-class with keys below `edl/`, where earlier releases have their registrations.
+class with keys below `edl/`, where earlier releases keep their registrations.
 
-No client library is behind it: the maintained ones leave out what EDL needs of etcd, and the others do not run beside
-today's protobuf (docs/architecture.md). gRPC and protobuf are there for teachers anyway. The variables of etcd's own
+It uses no client library: the maintained ones lack features that EDL needs, and the others do not work with
+today's protobuf (docs/architecture.md). Teachers require gRPC and protobuf anyway. The variables of etcd's own
 command line (`ETCDCTL_USER`, ...) say how to authenticate.
 """
 
@@ -43,12 +43,12 @@ _NO_LEASE: Final = 0
 _MOST_BYTES: Final = 64 * 1024**2
 """The largest answer: some hundred thousand teachers. gRPC's own limit of 4 MiB is less than 17 values of a store."""
 _PING_EVERY_S: Final = 10.0
-"""How often a connection with a request under way is tested. etcd closes those that are tested every 5 s or faster."""
+"""How often a connection with a pending request is pinged. etcd closes one pinged every 5 s or faster."""
 _RECONNECT_S: Final = (0.1, 1.0)
 """The first and the longest wait between two attempts of gRPC to connect: a member is found within a second of its
 return."""
 _CONNECT_S: Final = 2.0
-"""How long an attempt to connect may take. gRPC's own 20 s would be spent on a host that was away at its beginning."""
+"""How long an attempt to connect may take. gRPC's own 20 s would be wasted on a host that was down at the start."""
 
 
 # --- Where etcd is, and how to authenticate ---
@@ -56,15 +56,15 @@ _CONNECT_S: Final = 2.0
 
 @dataclass(eq=False)
 class EtcdTarget:
-    """A cluster, as a URL and the environment name it.
+    """A cluster, as given by a URL and the environment.
 
     Attributes:
-        endpoints: `host:port` of members; the first that answers is asked.
-        timeout_s: Seconds that a request may take, all attempts together.
+        endpoints: `host:port` of members; the first that answers is used.
+        timeout_s: Seconds that a request may take, including all attempts.
         files: None without TLS (`etcd+https:`). Holds `ETCDCTL_CACERT`, `ETCDCTL_CERT` and `ETCDCTL_KEY`.
         user, password: `ETCDCTL_USER`, also as `name:password`, and `ETCDCTL_PASSWORD`. The password is never shown.
-        token: The user's session, which goes with every call of all connections to this cluster, as etcd takes its time
-            to begin one. None before the login, empty where etcd has no users.
+        token: The user's session, sent with every call on all connections to this cluster, as etcd is slow to create
+            one. None before the login, empty if etcd has no users.
     """
 
     endpoints: tuple[str, ...]
@@ -79,14 +79,14 @@ class EtcdTarget:
 
     @classmethod
     def of(cls, parts: SplitResult, timeout_s: float, environ: Mapping[str, str] | None = None) -> EtcdTarget:
-        """Return what a split URL and the environment say; the message of a `SettingsError` repeats no password."""
+        """Return the target for a split URL and the environment; the error message never contains a password."""
         where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         if "@" in parts.netloc:
             raise SettingsError(
-                f"{where}: a password does not belong into a URL; set ETCDCTL_USER and ETCDCTL_PASSWORD"
+                f"{where}: a password does not belong in a URL; set ETCDCTL_USER and ETCDCTL_PASSWORD"
             )
         if parts.path not in ("", "/") or parts.query or parts.fragment:
-            raise SettingsError(f"{where}: hosts and ports are expected, and nothing else: etcd://host:2379,host2:2379")
+            raise SettingsError(f"{where}: expected only hosts and ports, such as etcd://host:2379,host2:2379")
         user, password = _user(environ)
         return cls(
             endpoints=tuple(_endpoint(member, where) for member in parts.netloc.split(",")),
@@ -104,7 +104,7 @@ def _endpoint(member: str, where: str) -> str:
     except ValueError as exc:
         raise SettingsError(f"{where}: {exc}") from exc
     if not host:
-        raise SettingsError(f"{where}: a host is missing; expected is etcd://host:2379 or etcd://host:2379,host2:2379")
+        raise SettingsError(f"{where}: a host is missing; expected etcd://host:2379 or etcd://host:2379,host2:2379")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -112,7 +112,7 @@ def _user(environ: Mapping[str, str] | None) -> tuple[str, str]:
     user, colon, password = (read("ETCDCTL_USER", str, environ) or "").partition(":")
     apart = read("ETCDCTL_PASSWORD", str, environ)
     if apart is not None:
-        # As in etcdctl, a colon separates name and password, unless the password has a variable of its own.
+        # As in etcdctl, a colon separates name and password, unless the password has its own variable.
         return user + colon + password, apart
     if user and not colon:
         raise SettingsError(f"ETCDCTL_USER={user!r} is set without a password: set ETCDCTL_PASSWORD")
@@ -128,7 +128,7 @@ def _files(environ: Mapping[str, str] | None) -> CredentialFiles:
     cert, key = read("ETCDCTL_CERT", str, environ), read("ETCDCTL_KEY", str, environ)
     if bool(cert) != bool(key):
         there, missing = ("ETCDCTL_CERT", "ETCDCTL_KEY") if cert else ("ETCDCTL_KEY", "ETCDCTL_CERT")
-        raise SettingsError(f"{there} is set without {missing}: a certificate and its key come together")
+        raise SettingsError(f"{there} is set without {missing}: a certificate and its key must be set together")
     try:
         return CredentialFiles(Credentials(ca=read("ETCDCTL_CACERT", str, environ) or SYSTEM_CA, cert=cert, key=key))
     except SettingsError as exc:
@@ -142,9 +142,9 @@ def _files(environ: Mapping[str, str] | None) -> CredentialFiles:
 class _Method(Generic[Q, A]):
     """A method of etcd's API.
 
-    LeaseKeepAlive is a stream in both directions there, and used with a message each way. On the wire that is a unary
-    call, which has a deadline and needs no thread. `repeatable` is one that may be asked of another member where it is
-    unknown whether the first did it.
+    LeaseKeepAlive is a bidirectional stream in etcd, but is used here with one message each way. On the wire that is a
+    unary call, which has a deadline and needs no thread. A `repeatable` method may be sent to another member if it is
+    unknown whether the first one executed it.
     """
 
     path: str
@@ -163,7 +163,7 @@ _LOGIN = _Method("/etcdserverpb.Auth/Authenticate", wire.AuthenticateRequest, wi
 
 
 class EtcdClient(Resource):
-    """Calls to a cluster. Closing it ends calls that are under way.
+    """Makes calls to a cluster. Closing it ends pending calls.
 
     All methods raise DiscoveryError when no member can be reached, or etcd refuses. Without `from_main` only background
     threads may call them: the main thread's calls need a `CallThread`.
@@ -187,7 +187,7 @@ class EtcdClient(Resource):
             ("grpc.max_reconnect_backoff_ms", int(_RECONNECT_S[1] * 1000)),
             ("grpc.min_reconnect_backoff_ms", int(_CONNECT_S * 1000)),
         )
-        # A channel connects when it is first used, and again whenever it has to.
+        # A channel connects on first use, and reconnects when necessary.
         self._members = tuple(channel(endpoint, files, options) for endpoint in self.target.endpoints)
 
     def _halt(self) -> None:
@@ -197,7 +197,7 @@ class EtcdClient(Resource):
     # Keys
 
     def entries(self, prefix: bytes) -> tuple[int, list[wire.KeyValue]]:
-        """Return the present revision, and all keys that start with `prefix`, sorted."""
+        """Return the current revision and all keys that start with `prefix`, sorted."""
         answer = self.call(_RANGE, wire.RangeRequest(key=prefix, range_end=_end(prefix)))
         return answer.header.revision, list(answer.kvs)
 
@@ -220,20 +220,20 @@ class EtcdClient(Resource):
         try:
             for answer in stream:
                 if answer.canceled and not answer.compact_revision:
-                    self.target.token = None  # perhaps it has expired, which etcd calls "permission denied" here
+                    self.target.token = None  # it may have expired, which etcd reports as "permission denied" here
                 if answer.events or answer.canceled or answer.header.revision < revision:
                     return
         except grpc.RpcError as exc:
             self._check()
             if exc.code() is grpc.StatusCode.UNAVAILABLE:
-                self._avoid(index)  # the next question, for the present state, is an error if no member is there
+                self._avoid(index)  # the next request, for the current state, raises if no member is up
             elif exc.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise self._translated(exc) from exc
         finally:
             stream.cancel()
 
     def transact(self, request: wire.TxnRequest) -> wire.TxnResponse | None:
-        """Do a transaction; return None if a lease that it names is gone, so that nothing was done."""
+        """Execute a transaction; return None if a lease that it names has expired, so that nothing was done."""
         try:
             return self.call(_TXN, request)
         except _RefusalError as refusal:
@@ -244,14 +244,14 @@ class EtcdClient(Resource):
     # Leases
 
     def grant(self, ttl_s: float) -> int:
-        """Grant a lease. etcd counts in whole seconds, and grants more where its elections take longer."""
+        """Grant a lease. etcd counts in whole seconds, and grants more if its elections take longer."""
         lease = self.call(_GRANT, wire.LeaseGrantRequest(TTL=math.ceil(ttl_s))).ID
         if not lease:
-            raise DiscoveryError(f"{self.target}: the answer is not what etcd answers: a lease without a number")
+            raise DiscoveryError(f"{self.target}: not a valid etcd response: a lease without a number")
         return lease
 
     def renew(self, lease: int, ttl_s: float) -> bool:
-        """Renew; False if it is gone. A member that is silent leaves time for another before the lease is over."""
+        """Renew; False if it has expired. A silent member leaves time for another before the lease ends."""
         return self.call(_RENEW, wire.LeaseKeepAliveRequest(ID=lease), ttl_s / 4).TTL > 0
 
     def revoke(self, lease: int) -> None:
@@ -265,7 +265,7 @@ class EtcdClient(Resource):
     # Calls
 
     def call(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
-        """Call a method; all members but the last have `patience_s` at most to answer."""
+        """Call a method; every member but the last has at most `patience_s` to answer."""
         self._check()
         if self._calls is None:
             return self._call_here(method, request, patience_s)
@@ -283,7 +283,7 @@ class EtcdClient(Resource):
         return self._ask(method, request, self._login(deadline), deadline, patience_s)
 
     def _login(self, deadline: float) -> Metadata:
-        """Return what goes with every call; ask for it first, where that has not been done."""
+        """Return the metadata for every call; log in first if necessary."""
         if not self.target.user:
             return ()
         token = self.target.token
@@ -301,14 +301,14 @@ class EtcdClient(Resource):
     def _ask(
         self, method: _Method[Q, A], request: Q, metadata: Metadata, deadline: float, patience_s: float = math.inf
     ) -> A:
-        """Ask the members in turn, all but the last for `patience_s` at most."""
+        """Ask the members in turn, each but the last for at most `patience_s`."""
         failure: grpc.RpcError | None = None
         try:
             first, count = self._preferred, len(self._members)
             for index in [*range(first, count), *range(first)]:
                 is_last = index == (first - 1) % count
                 left_s = max(0.001, deadline - time.monotonic())
-                # One that is silent must leave time for another. What must not be done twice waits for its answer.
+                # A silent member must leave time for another. A call that must not be repeated waits for its answer.
                 share_s = left_s if is_last or not method.repeatable else min(left_s / 2, patience_s)
                 try:
                     call: Any = self._members[index].unary_unary(
@@ -331,10 +331,10 @@ class EtcdClient(Resource):
             assert failure is not None
             raise self._translated(failure) from failure
         finally:
-            failure = None  # its traceback holds this frame
+            failure = None  # its traceback references this frame
 
     def _avoid(self, index: int) -> None:
-        """Ask another member from now on, and with the certificates that there are now."""
+        """Ask another member from now on, with the current certificates."""
         if self.target.files is not None:
             # A channel keeps the certificates that it began with. `target.files` is not asked: it has a lock, which the
             # thread that a signal handler interrupted may hold.
@@ -342,7 +342,7 @@ class EtcdClient(Resource):
                 files = CredentialFiles(self.target.files.settings)
                 if _trust(files) != self._trust:
                     self._connect(files)
-        if self._preferred == index:  # another thread may have found out before
+        if self._preferred == index:  # another thread may have switched already
             self._preferred = (index + 1) % len(self._members)
 
     def _translated(self, exc: grpc.RpcError) -> DiscoveryError:
@@ -378,7 +378,7 @@ class EtcdClient(Resource):
 
 
 class _RefusalError(DiscoveryError):
-    """etcd has answered, and said no."""
+    """etcd answered with a refusal."""
 
     def __init__(self, message: str, code: grpc.StatusCode, words: str) -> None:
         super().__init__(message)
@@ -392,7 +392,7 @@ class _RefusalError(DiscoveryError):
 
 
 def _trust(files: CredentialFiles | None) -> tuple[bytes | None, tuple[bytes, bytes] | None]:
-    """Return CAs, and this side's own certificate with its key."""
+    """Return the CAs, and this side's own certificate and key."""
     if files is None:
         return None, None
     material = files.current(now=True)
@@ -400,7 +400,7 @@ def _trust(files: CredentialFiles | None) -> tuple[bytes | None, tuple[bytes, by
 
 
 def _was_not_sent(exc: grpc.RpcError) -> bool:
-    """Return whether no connection came to be, so that the request has reached no member."""
+    """Return whether no connection was established, so that the request has reached no member."""
     return exc.code() is grpc.StatusCode.UNAVAILABLE and (exc.details() or "").startswith("failed to connect to all")
 
 
@@ -453,7 +453,7 @@ class EtcdStore(Store):
         if answer is None:
             if claim is None:
                 raise DiscoveryError(
-                    f"{self._target}: the answer is not what etcd answers: a lease is gone, and none was named"
+                    f"{self._target}: not a valid etcd response: a lease has expired, but none was named"
                 )
             raise LeaseLostError("the lease has expired")
         if expected is not None and not answer.succeeded:
@@ -483,7 +483,7 @@ class EtcdStore(Store):
 
 
 class _EtcdClaim(Claim):
-    """A lease of etcd's, with a connection of its own: the store may be closed while the lease is granted."""
+    """An etcd lease with its own connection: the store may be closed while the lease is granted."""
 
     def __init__(self, target: EtcdTarget, ttl_s: float) -> None:
         super().__init__()
@@ -522,7 +522,7 @@ class _EtcdFollower(Follower[Entries]):
         if known is not None:
             self._client.await_change(self._path, known, query_wait_s(wait_s))
         revision, found = self._client.entries(self._path)
-        if known is None or revision >= known:  # an etcd that lost its memory is behind
+        if known is None or revision >= known:  # an etcd that lost its data is behind
             self._revision = max(1, revision)
         return {entry.key: entry for entry in (_entry(each, self._root) for each in found)}
 

@@ -1,13 +1,13 @@
-"""Students that watch the same service agree, through a store, on who talks to which teachers.
+"""Lets students that watch the same service agree, through a store, on who talks to which teachers.
 
 They elect a leader, which computes `balance` and writes everybody's links. Keys in the store, below `balance/SERVICE/`:
 
 - `students/STUDENT`, under the student's lease: `{"limit": n}`, the most teachers it talks to.
-- `links/STUDENT`, written by the leader: `{"teachers": [id, ...]}`. A student whose limit all teachers fit within has
-  no links: it talks to all of them.
+- `links/STUDENT`, written by the leader: `{"teachers": [id, ...]}`. If all teachers fit within
+  a student's limit, it has no links and talks to all of them.
 
 `choose_teachers`, `choose_lapsed` and `plan_links` decide and are pure. `BalanceGroup` is what a student watches; its
-thread takes part in the group, and leads it with `_Leader`.
+thread takes part in the group, and leads it through `_Leader`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ log = logging.getLogger("edl.discovery")
 MAX_ID_BYTES: Final = 100
 """The longest id of a student: three times as long once it is escaped, it fits into a key of 512 characters."""
 LOOK_S: Final = 0.1
-"""How often a waiting member looks whether its links changed; a look is a glance into memory."""
+"""How often a waiting member checks whether its links changed, in memory only."""
 PATIENCE_S: Final = 1.0
 """How long a new member waits for its first links rather than start with teachers that it may have to leave at once."""
 STEP_S: Final = 0.1
-"""How often to look whether anything changed: glances into memory, nothing is asked of the store."""
+"""How often to check for changes, in memory only: the store is not queried."""
 RETRY_S: Final = 1.0
-"""Wait after the store did not answer. Students choose for themselves until then, so nothing is urgent."""
+"""Wait after the store failed to answer. Meanwhile students choose for themselves, so nothing is urgent."""
 REMEMBERED: Final = 1000
-"""How many students that left a leader remembers the teachers of: some 100 kB, and more than restart at one time."""
+"""How many departed students' teachers a leader remembers: some 100 kB, and more than restart at one time."""
 
 
 class GroupKeys:
@@ -69,7 +69,7 @@ class GroupKeys:
         """Return the student of a key below `students` or `links`; raise ValueError if it belongs to none."""
         student = unquote(key.rpartition("/")[2])
         if key not in (self.student(student), self.links_of(student)):
-            raise ValueError("it is not the key of a student")
+            raise ValueError("not the key of a student")
         return student
 
 
@@ -89,7 +89,7 @@ def pack_limit(limit: int) -> bytes:
 
 
 def unpack_limit(value: bytes) -> int:
-    """Return the limit in a student's key; ValueError if the value makes no sense."""
+    """Return the limit in a student's key; raise ValueError if the value is invalid."""
     limit = _field(value, "limit")
     if type(limit) is not int or limit < 1:
         raise ValueError(f"limit {limit!r:.80} is not a whole number above 0")
@@ -102,7 +102,7 @@ def pack_links(teachers: Iterable[str]) -> bytes:
 
 
 def unpack_links(value: bytes) -> frozenset[str]:
-    """Return the teachers in a student's links; ValueError if the value makes no sense."""
+    """Return the teachers in a student's links; raise ValueError if the value is invalid."""
     teachers = _field(value, "teachers")
     if not isinstance(teachers, list) or not all(isinstance(teacher, str) for teacher in teachers):
         raise ValueError(f"teachers {teachers!r:.80} is not a list of ids")
@@ -125,7 +125,7 @@ def _field(value: bytes, name: str) -> Any:
 class TeacherChoice(NamedTuple):
     """The teachers that a student talks to.
 
-    Either the whole group agreed on them (`coordinated`), or they are the best that the student can do alone.
+    Either the whole group agreed on them (`coordinated`), or the student chose them alone.
     """
 
     ids: frozenset[str]
@@ -149,7 +149,7 @@ def choose_teachers(
         return TeacherChoice(ids, coordinated=True)
     if links is not None and ids & links:
         return TeacherChoice(ids & links, coordinated=True)
-    # Without an answer: keep what there is, and add what differs from student to student, so that they spread. With
+    # Without links: keep the present teachers, and add some that differ by student, so that students spread. With
     # rendezvous hashing, a change of the teachers changes few choices.
     return TeacherChoice(frozenset(_ranked(student, ids, last)[:limit]), coordinated=False)
 
@@ -157,14 +157,14 @@ def choose_teachers(
 def choose_lapsed(
     student: str, room: int, lapsed: Iterable[Instance], links: frozenset[str] | None, last: Collection[str]
 ) -> frozenset[str]:
-    """Decide which lapsed teachers a student tries: `room` of them at most, which ready teachers leave."""
+    """Decide which lapsed teachers a student tries, at most as many as ready teachers leave room for."""
     ranked = _ranked(student, (teacher.id for teacher in lapsed), last)
     ranked.sort(key=lambda name: links is not None and name not in links)
     return frozenset(ranked[: max(room, 0)])
 
 
 def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str]:
-    """Return `last` first, then the others in an order of this student's own."""
+    """Return `last` first, then the others in an order specific to this student."""
     ranks = {name: (name not in last, hashlib.blake2b(f"{student}\0{name}".encode()).digest()) for name in ids}
     return sorted(ranks, key=ranks.__getitem__)
 
@@ -174,13 +174,13 @@ def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """Changes that the leader is to make.
+    """Changes for the leader to make.
 
     Attributes:
         links: The teachers of every student.
         writes: New values by key.
         deletes: Keys of links that no student needs.
-        refused: Entries of the store that make no sense, by key, with the reason. Such a student gets no links.
+        refused: Invalid entries in the store, by key, with the reason. Such a student gets no links.
     """
 
     links: Mapping[str, tuple[str, ...]]
@@ -196,14 +196,14 @@ def plan_links(
     stored: Iterable[Entry],
     remembered: Mapping[str, tuple[str, ...]],
 ) -> LinkPlan:
-    """Balance, and compare with what is in the store.
+    """Balance, and compare the result with the store.
 
     Args:
         keys: The group's keys.
         ready: The teachers that take work.
         students: All entries below `keys.students`.
         stored: All entries below `keys.links`.
-        remembered: Links planned last, for students that have none in the store: they talk to all, or were gone.
+        remembered: The last planned links, for students without any in the store: they talk to all, or had left.
     """
     limits: dict[str, int] = {}
     present: dict[str, bytes] = {}
@@ -243,25 +243,25 @@ def plan_links(
 class BalanceGroup(Watch):
     """A `Watch` of the teachers that this student talks to, in place of `registry.watch(service)`.
 
-    As long as all teachers fit within the student's limit it is given all of them, and the store plays no part. Beyond,
+    As long as all teachers fit within the student's limit, it gets all of them, without the store. Beyond that limit,
     the students elect a leader, which computes `balance` and writes all links into the store. A student that
     has no links, or whose store does not answer, stays with the teachers it has and fills up to its limit with others;
-    the snapshot's `stale` says so. While a teacher is live it never has none. A draining teacher is not given out; the
-    students that have it see it drain. Teachers whose registration lapsed fill up what is left of the limit.
+    the snapshot's `stale` says so. It always has a teacher while one is live. A draining teacher is not given out; the
+    students that have it see it drain. Teachers whose registration lapsed fill the rest of the limit.
 
-    A background thread runs; the `Registry` and the `Store` stay the caller's to close.
+    A background thread runs; the caller closes the `Registry` and the `Store`.
 
     Args:
         registry: Where the teachers are registered.
-        store: What the students agree through.
+        store: The store through which the students agree.
         service: The teachers' service.
-        student_id: Unique among the students of the service; the same after a restart keeps the same teachers.
+        student_id: Unique among the students of the service; reuse it after a restart to keep the same teachers.
         want: The most teachers that this student talks to.
-        ttl_s: Seconds that this student, or the leader, may be silent before the others go on without it.
+        ttl_s: Seconds that this student, or the leader, may be silent before the others continue without it.
 
     Raises:
         SettingsError: An argument cannot be used.
-        DiscoveryError: The registry cannot be reached. Not raised for a store that cannot be reached.
+        DiscoveryError: The registry cannot be reached. An unreachable store does not raise.
     """
 
     def __init__(
@@ -288,9 +288,9 @@ class BalanceGroup(Watch):
         self._seen: Snapshot | None = None
         self._links: StoreSnapshot | None = None
         self._given: Snapshot | None = None
-        # What the thread works with: it opens these, and `_release` closes them.
+        # Resources of the thread: it opens them, and `_release` closes them.
         self._error = ""
-        self._over = ""  # why this student will never take part again: the store was closed
+        self._over = ""  # why this student cannot take part again: the store was closed
         self._links_watch: StoreWatch | None = None
         self._lease: Lease | None = None
         self._listed = False
@@ -301,12 +301,12 @@ class BalanceGroup(Watch):
 
     @property
     def error(self) -> str:
-        """Why this student cannot take part in the group just now; empty while all is well."""
+        """Why this student cannot take part in the group now; empty if it can."""
         return self._error
 
     @property
     def is_leader(self) -> bool:
-        """Whether this student decides for the group now."""
+        """Whether this student is the group's leader now."""
         return self._election is not None and self._election.is_leader and not self._closed
 
     @override
@@ -323,7 +323,7 @@ class BalanceGroup(Watch):
 
     def _get(self, deadline: float) -> Snapshot | None:
         while not self._closed:
-            # A change of the teachers is waited for, one of the links found soon after.
+            # Wait for a change of the teachers; a change of the links is noticed soon after.
             asked = time.monotonic()
             wait_s = max(0.0, min(LOOK_S, deadline - asked))
             seen = self._teachers.get(wait_s)
@@ -340,7 +340,7 @@ class BalanceGroup(Watch):
         return None
 
     def _decide(self) -> Snapshot | None:
-        """Return what to give out; None while nothing is known, or a better answer is about to come."""
+        """Return the snapshot to give out; None while nothing is known, or a better one is imminent."""
         if self._seen is None:
             return None
         links, reason = self._known_links()
@@ -348,8 +348,8 @@ class BalanceGroup(Watch):
         before = () if self._given is None else (*self._given.instances, *self._given.lapsed)
         last = frozenset(teacher.id for teacher in before)
         choice = choose_teachers(self._student, self._limit, ready, links, last)
-        # Even with a reason, wait while the links are about to be read: a student that was killed and is back cannot
-        # take part until its former lease ends, but its links are there.
+        # Even with a reason, wait while the links are about to be read: a student that was killed and restarted cannot
+        # take part until its former lease ends, but its links exist.
         awaited = not reason or (self._links is None and self._links_watch is not None)
         if not choice.coordinated and self._given is None and awaited and time.monotonic() < self._patient_until:
             return None
@@ -360,7 +360,7 @@ class BalanceGroup(Watch):
         stale = self._seen.stale
         if not choice.coordinated:
             why = f"students cannot agree on their teachers: {reason}" if reason else "students have not agreed yet"
-            why = f"{why}; this one goes on with {len(choice.ids)} of its own choice"
+            why = f"{why}; this one continues with {len(choice.ids)} of its own choice"
             stale = f"{stale}; {why}" if stale else why
         return replace(
             self._seen,
@@ -382,7 +382,7 @@ class BalanceGroup(Watch):
         try:
             return unpack_links(entry.value), ""
         except ValueError as exc:
-            return None, f"the store's {self._links_key} makes no sense: {exc}"
+            return None, f"the store's {self._links_key} is invalid: {exc}"
 
     # The thread, which keeps this student in its group
 
@@ -434,7 +434,7 @@ class BalanceGroup(Watch):
         try:
             self._store.delete(self._links_key)
         except (ClosedError, DiscoveryError) as exc:
-            log.debug("the links of student %s are left to the next leader to delete: %s", self._student, exc)
+            log.debug("the next leader has to delete the links of student %s: %s", self._student, exc)
 
 
 class _Leader:
@@ -450,7 +450,7 @@ class _Leader:
         self.rest()
 
     def rest(self) -> None:
-        """Follow nothing, and forget everything."""
+        """Stop following, and forget everything."""
         for watch in (self._teachers, self._students):
             if watch is not None:
                 watch.close()
@@ -485,12 +485,12 @@ class _Leader:
             self._check_at = time.monotonic() + self._ttl_s
 
     def _remember(self, links: Mapping[str, tuple[str, ...]]) -> None:
-        """Keep what was planned, and what departed students had: a student whose lease lapses may be back soon."""
+        """Keep planned links and those of departed students: a student whose lease lapses may return soon."""
         gone = [(student, teachers) for student, teachers in self._planned.items() if student not in links]
         self._planned = dict(gone[-REMEMBERED:]) | dict(links)
 
     def _carry_out(self, todo: LinkPlan, stored: list[Entry], still: Callable[[], bool]) -> bool:
-        """Write what changes; return False if another student wrote or leads by now, and it has to be thought over."""
+        """Write the changes; return False if another student has written or leads now, so a new plan is needed."""
         versions = {entry.key: entry.version for entry in stored}
         for key in (*todo.writes, *todo.deletes):
             if not still():

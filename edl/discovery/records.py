@@ -1,7 +1,7 @@
-"""Instances of a service: what they are, which values every registry can hold, and what to do with other values.
+"""Defines instances of a service, the values that every registry can hold, and the treatment of other values.
 
 A registry holds an instance as JSON. Other programs may write there too, so what is read is checked as strictly as what
-is registered: a record that makes no sense is `Rejected`, with the reason, and harms no other.
+is registered: an invalid record becomes `Rejected`, with the reason, and affects no other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from edl.quoting import shown
 MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
 """Below half a second a busy machine misses renewals; Consul refuses more than a day."""
 MAX_META, MAX_META_BYTES = 60, 512
-"""Consul's limits (64 names, four of them EDL's own), kept everywhere so that a program that runs on one registry runs
-on the others."""
-MAX_TAGS = 64  # as many as names in the metadata; Consul itself has no limit
+"""Consul's limits (64 names, four of them EDL's own), enforced everywhere so that a program works the same on
+every registry."""
+MAX_TAGS = 64  # the same as for metadata names; Consul itself has no limit
 MAX_RECORD = 1_000_000
-"""The longest record that is read, in characters. EDL writes a fourth at most, which fits into a store's value."""
+"""The longest record that is read, in characters. EDL writes at most a quarter, which fits into a store's value."""
 RESERVED_META = frozenset({"model", "capacity", "state"})
 
 _State = Literal["ready", "draining"]
@@ -35,19 +35,19 @@ _META_KEY = re.compile(r"(?!consul-|edl-)[A-Za-z0-9_-]{1,128}")
 class Instance:
     """A process that offers a service.
 
-    Text is printable and has 512 bytes at most, so that every registry can hold it.
+    Text is printable and at most 512 bytes long, so that every registry can hold it.
 
     Attributes:
-        service: Name of the service, by which students find teachers: 1 to 128 letters, digits, `-`, `_` and `.`, with
+        service: Name under which students find teachers: 1 to 128 letters, digits, `-`, `_` and `.`, with
             a letter or digit at both ends.
         id: Unique within the service; the same across restarts if the process wants to be seen as the same.
-        address: Host name or IP address at which others reach the process, or `unix:/path`. Not `0.0.0.0` or `::`.
+        address: Host name or IP address under which others reach the process, or `unix:/path`. Not `0.0.0.0` or `::`.
         port: TCP port, 1 to 65535; 0 for a Unix socket, and only for it.
         capacity: Relative weight in balancing; 2.0 takes twice the students of 1.0. Positive and finite.
         state: "ready", or "draining" while it finishes its work and takes no new work.
-        model: Name of the served model in KServe v2 requests; empty if clients know it.
-        tags: For users, 64 at most; in Consul the service's tags.
-        meta: For users, 60 names at most, of letters, digits, `-` and `_`, not `model`, `capacity` or
+        model: Name of the served model in KServe v2 requests; empty if clients already know it.
+        tags: For users, at most 64; in Consul the service's tags.
+        meta: For users, at most 60 names, of letters, digits, `-` and `_`, not `model`, `capacity` or
             `state`, and not beginning with `consul-` or `edl-`; in Consul the service's metadata.
     """
 
@@ -72,11 +72,11 @@ class Instance:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A registration that cannot be used, and is left out of the instances.
+    """A registration that cannot be used and is left out of the instances.
 
     Attributes:
         id: The instance's id if it is text; otherwise what the registry calls it.
-        reason: Which value is wrong, and what is accepted.
+        reason: The invalid value, and what is accepted.
     """
 
     id: str
@@ -85,19 +85,19 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The instances of a service at a moment.
+    """The instances of a service at one moment.
 
     Attributes:
         service: The service's name.
         instances: Those with a live lease, sorted by id, every id once.
         rejected: Registrations that cannot be used, sorted by id.
-        stale: Empty while the registry answers. Otherwise the reason why it does not, and `instances` are those known
-            last. Instances that are missing in the first 5 s after an outage are kept as well, with `stale` set: the
-            registry may have lost its memory, and they are about to register again.
+        stale: Empty while the registry answers. Otherwise the reason why it does not; `instances` are then the last
+            known ones. Instances that are missing in the first 5 s after an outage are also kept, with `stale` set:
+            the registry may have lost its data, and they are about to register again.
         lapsed: Those whose lease expired without a deregistration, as they registered last, sorted by id. The process
-            is dead, or paused, or alive but cannot reach the registry, or the registry cannot be written. Only asking
-            the process itself tells which. The registry forgets them after about a minute; a SQLite file that no
-            process can write keeps them.
+            is dead, or paused, or alive but cannot reach the registry, or the registry cannot be written. Only a
+            request to the process itself tells which. The registry forgets them after about a minute; a SQLite file
+            that no process can write keeps them.
         revoked: Ids of registered instances that a `BalanceGroup` gave to this student before and has taken back;
             empty without a group.
     """
@@ -111,7 +111,7 @@ class Snapshot:
 
 
 def is_service(name: object) -> bool:
-    """Return whether `name` can name a service in every registry. Others may have put names there that cannot."""
+    """Return whether `name` can name a service in every registry. Other programs may write invalid names there."""
     return isinstance(name, str) and _SERVICE.fullmatch(name) is not None
 
 
@@ -128,7 +128,7 @@ def check_service(service: str) -> str:
 def check_ttl(ttl_s: float) -> float:
     """Return `ttl_s` if leases of that length can be kept; else raise SettingsError."""
     if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
-        raise SettingsError(f"ttl_s={ttl_s!r}: must lie between {MIN_TTL_S} and {MAX_TTL_S} seconds")
+        raise SettingsError(f"ttl_s={ttl_s!r}: must be between {MIN_TTL_S} and {MAX_TTL_S} seconds")
     return float(ttl_s)
 
 
@@ -148,16 +148,16 @@ def to_json(instance: Instance) -> str:
 
 
 def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | Rejected:
-    """Read a record: what was registered, or why it cannot be used.
+    """Parse a record into the instance, or the reason why it cannot be used.
 
-    A record of an earlier release does not say its id, which is `instance_id` then.
+    A record of an earlier release does not contain its id, which is then `instance_id`.
     """
     fields: Any = None
     reason = f"{len(text):,} characters, more than {MAX_RECORD:,}"
     if len(text) <= MAX_RECORD:
         try:
             fields = json.loads(text)
-            reason = f"a JSON object is expected, not {type(fields).__name__}"
+            reason = f"expected a JSON object, not {type(fields).__name__}"
         except (ValueError, RecursionError) as exc:
             reason = f"not JSON: {exc}"
     if not isinstance(fields, dict):
@@ -173,7 +173,7 @@ def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instanc
             raise ValueError("id is empty")
         address = _text("address", fields.get("address"))
         if not address or any(char.isspace() for char in address):
-            raise ValueError(f"address {address!r} is empty or has blanks")
+            raise ValueError(f"address {address!r} is empty or contains blanks")
         if address in ("0.0.0.0", "::"):
             raise ValueError(f"address {address!r} means every interface: others cannot connect to it")
         return Instance(
@@ -204,7 +204,7 @@ def _fields(instance: Instance) -> dict[str, Any]:
 
 
 def _text(name: str, value: object) -> str:
-    # Printable only: names end up in logs and terminals, where control characters could pretend things.
+    # Printable only: names end up in logs and terminals, where control characters could forge output.
     if not isinstance(value, str) or not value.isprintable() or len(value.encode()) > MAX_META_BYTES:
         raise ValueError(f"{name} {value!r:.80} is not printable text of at most {MAX_META_BYTES} bytes")
     return value
@@ -217,7 +217,7 @@ def _port(address: str, value: object) -> int:
         raise ValueError(f"port {value!r:.80} is not a whole number from 1 to 65535")
     if (value == 0) != address.startswith("unix:"):
         raise ValueError(
-            f"port {value} does not go with address {address!r}: 0 is for a unix: address, and only for it"
+            f"port {value} does not match address {address!r}: a unix: address has port 0, and no other address has"
         )
     return value
 
@@ -238,7 +238,7 @@ def _state(value: object) -> _State:
     for state in get_args(_State):
         if value == state:
             return state  # type: ignore[no-any-return]
-    raise ValueError(f"state {value!r:.80} is neither of {', '.join(get_args(_State))}")
+    raise ValueError(f"state {value!r:.80} is not one of {', '.join(get_args(_State))}")
 
 
 def _tags(value: object) -> tuple[str, ...]:

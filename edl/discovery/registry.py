@@ -1,12 +1,12 @@
-"""The registry of services: who offers which service, kept up to date by leases.
+"""The registry of services: which processes offer which service, kept up to date by leases.
 
 `KeyRegistry` keeps services in any store. A registration is two keys under two leases: a record
 (`registry/SERVICE/records/CLAIM/ID`, JSON) that outlives its sign of life (`registry/SERVICE/alive/CLAIM`) by about a
-minute. Both are there: the instance is live. Only the record is there: it has lapsed, and may still answer. CLAIM is a
-random name, so that closing a registration never removes its successor's. On etcd these keys lie below `edl/`, where
-earlier releases have them too.
+minute. If both exist, the instance is live. If only the record exists, it has lapsed, and may still answer. CLAIM is a
+random name, so that closing a registration never removes its successor's. On etcd these keys are below `edl/`, as in
+earlier releases.
 
-Consul has services of its own, with a UI and DNS, so its registry is a subclass of `Registry` with other hooks.
+Consul has its own services, with a UI and DNS, so its registry is a subclass of `Registry` with other hooks.
 Threads, signals, forks, closing and deadlines are as for stores: see `edl.discovery.store`.
 """
 
@@ -63,18 +63,18 @@ ROOT: Final = "registry/"
 REMEMBERED_S: Final = 60.0
 """How long an instance whose lease has expired is listed as lapsed: as long as Consul keeps it."""
 _RECORD_RENEWAL_S: Final = 15.0
-"""How often a record's lease is renewed at most: there is no need to do it with every sign of life."""
+"""Shortest time between renewals of a record's lease, which need not follow every sign of life."""
 _ATTEMPTS: Final = 3
-"""How often to write a key: a lease that has expired is replaced, and expires too if the process stands still again."""
+"""How often to try to write a key: an expired lease is replaced, and may expire too if the process stalls again."""
 
 T = TypeVar("T")
 
 
 class Watch(Snapshots[Snapshot]):
-    """Snapshots of a service as its instances change; the promises are those of `edl.discovery.store.StoreWatch`.
+    """Snapshots of a service as its instances change; with the guarantees of `edl.discovery.store.StoreWatch`.
 
-    While the registry cannot be reached, a snapshot has `stale` set and the instances known last. A watch never gives
-    an empty snapshot because the registry is away.
+    While the registry cannot be reached, a snapshot has `stale` set and the last known instances. An unreachable
+    registry never makes a watch return an empty snapshot.
     """
 
 
@@ -111,7 +111,7 @@ class Registration(Resource):
     the registry does not answer then, a warning is logged, and the registration lapses.
 
     Args:
-        claim: Announced here once, so that a registry that is away is an error. Later only the thread uses it, which
+        claim: Announced here once, so that an unreachable registry raises. Later only the thread uses it, which
             keeps renewals and updates in order without a lock.
         instance: The instance that others see.
         ttl_s: Seconds after the last renewal until it lapses.
@@ -126,7 +126,7 @@ class Registration(Resource):
         self._updates: deque[_Update] = deque()
         self._updated = Notifier()
         self._announced = False
-        self._kept_until = 0.0  # monotonic; it lapses by then, as far as this process knows
+        self._kept_until = 0.0  # monotonic; when it lapses, as far as this process knows
         self._renew_at = time.monotonic() + ttl_s / RENEWALS
         self._announce()
         self._background = self._own(BackgroundLoop("edl-registration", self._step))
@@ -140,11 +140,11 @@ class Registration(Resource):
     def error(self) -> str:
         """Why others may not see the instance: the last renewal failed, or takes longer than the lease.
 
-        Empty while all is well. Asks the registry nothing.
+        Empty if there is no fault. Does not query the registry.
         """
-        # Looks at the clock every time: a renewal may hang for longer than the lease, or the process was paused.
+        # Checks the clock every time: a renewal may hang for longer than the lease, or the process was paused.
         if not self._error and not self._closed and time.monotonic() >= self._kept_until:
-            return f"its lease of {self._ttl_s:g} s is over: a renewal takes longer than that"
+            return f"its lease of {self._ttl_s:g} s has expired: a renewal takes longer than that"
         return self._error
 
     def update(self, instance: Instance) -> None:
@@ -154,7 +154,7 @@ class Registration(Resource):
             instance: The new values, with the same service and id.
 
         Raises:
-            SettingsError: Another service or id, or values that no registry could hold. Nothing has changed.
+            SettingsError: A different service or id, or values that no registry could hold. Nothing has changed.
             DiscoveryError: The registry cannot be reached. The new values are kept, and written as soon as possible.
             ClosedError: The registration is closed, or was closed during the call.
         """
@@ -175,7 +175,7 @@ class Registration(Resource):
             try:
                 raise update.failure
             finally:
-                del update  # the error's traceback holds this frame, which would hold the error
+                del update  # the error's traceback references this frame, which would reference the error
 
     def _announce(self) -> None:
         asked = time.monotonic()
@@ -197,7 +197,7 @@ class Registration(Resource):
             self._updated.notify()
         if was_updated and not self._announced:
             return retry_s(self._ttl_s)
-        # An announcement need not renew the lease, and updates may come more often than renewals are due.
+        # An announcement need not renew the lease, and updates may be more frequent than renewals.
         due_s = self._renew_at - time.monotonic()
         return due_s if due_s > 0 and self._announced and not self._error else self._renew()
 
@@ -212,7 +212,7 @@ class Registration(Resource):
         except DiscoveryError as exc:
             if not self._error:
                 log.warning(
-                    "%s/%s cannot be kept registered: %s. Students that are connected stay; %g s after the last renewal"
+                    "%s/%s cannot be kept registered: %s. Connected students stay; %g s after the last renewal"
                     " its registration counts as lapsed. Retrying until it works",
                     self._instance.service,
                     self._instance.id,
@@ -235,7 +235,7 @@ class Registration(Resource):
             self._claim.withdraw()
         except (DiscoveryError, ClosedError) as exc:  # another thread may close the registry at this moment
             log.warning(
-                "%s/%s could not be deregistered, it lapses within %g s: %s",
+                "%s/%s could not be deregistered; it lapses within %g s: %s",
                 self._instance.service,
                 self._instance.id,
                 self._ttl_s,
@@ -247,14 +247,14 @@ class Registry(Resource):
     """Services and the processes that offer them; opened by `open_registry`.
 
     A registry that cannot be reached is an error, never an empty answer. A registration that cannot be used is left out
-    and listed in `Snapshot.rejected`; it harms no other.
+    and listed in `Snapshot.rejected`; it affects no other.
     """
 
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         """Register an instance, and keep it registered until the registration is closed.
 
-        Of two live registrations with the same service and id the later one is seen; closing either leaves the other
-        alone.
+        Of two live registrations with the same service and id, others see the later one; closing either does not
+        affect the other.
 
         Args:
             instance: The instance that others see.
@@ -279,7 +279,7 @@ class Registry(Resource):
             raise
 
     def snapshot(self, service: str) -> Snapshot:
-        """Read the present instances of a service.
+        """Read the current instances of a service.
 
         Args:
             service: The service's name.
@@ -309,13 +309,13 @@ class Registry(Resource):
     def watch(self, service: str) -> Watch:
         """Follow a service until the watch is closed.
 
-        Does not wait for the registry, and does not fail while it is away: the snapshots say so in `stale`.
+        Does not wait for the registry, and does not fail while it is unreachable: snapshots report that in `stale`.
 
         Args:
             service: The service's name.
 
         Returns:
-            The watch, which has a thread and a connection of its own.
+            The watch, which has its own thread and connection.
 
         Raises:
             SettingsError: No service can have that name.
@@ -325,7 +325,7 @@ class Registry(Resource):
 
     @abc.abstractmethod
     def _claim(self, instance: Instance, ttl_s: float) -> InstanceClaim:
-        """Prepare a registration; asks the backend nothing."""
+        """Prepare a registration without a request to the backend."""
 
     @abc.abstractmethod
     def _read(self, service: str) -> Snapshot:
@@ -375,8 +375,8 @@ class KeyRegistry(Registry):
 class _KeysClaim(InstanceClaim):
     """A record and its sign of life.
 
-    The sign is written before the record, and withdrawn after it: a sign without a record is nothing, while a record
-    without a sign would be shown as lapsed.
+    The sign is written before the record, and withdrawn after it: a sign without a record is ignored, while a record
+    without a sign would be listed as lapsed.
     """
 
     def __init__(self, store: Store, instance: Instance, ttl_s: float) -> None:
@@ -384,7 +384,7 @@ class _KeysClaim(InstanceClaim):
         record = f"{folder}records/{name}/{instance.id}"
         try:
             check_key(record)
-        except SettingsError:  # too long, or with slashes where a key has none; the record's JSON has the id as well
+        except SettingsError:  # too long, or has slashes that a key may not have; the record's JSON also has the id
             record = f"{folder}records/{name}"
         self._alive = _LeasedKey(store, f"{folder}alive/{name}", ttl_s)
         self._record = _LeasedKey(store, record, ttl_s + REMEMBERED_S + _RECORD_RENEWAL_S)
@@ -393,7 +393,7 @@ class _KeysClaim(InstanceClaim):
 
     @override
     def announce(self, instance: Instance) -> None:
-        # Not written again by an update: of two with the same id, the later sign of life counts.
+        # An update does not write it again: of two with the same id, the later sign of life counts.
         self._alive.put(b"", 0)
         self._record.put(to_json(instance).encode(), None)
 
@@ -406,7 +406,7 @@ class _KeysClaim(InstanceClaim):
             if not self._record.renew():
                 return False
             self._record_renewed = now
-        # Someone may have deleted a key, which its lease does not notice. Check one of the two each time.
+        # Someone may have deleted a key, which does not end its lease. Check one of the two keys each time.
         self._checks_record = not self._checks_record
         return (self._record if self._checks_record else self._alive).exists()
 
@@ -419,7 +419,7 @@ class _KeysClaim(InstanceClaim):
 
 
 class _LeasedKey:
-    """A key under a claim of its own, which is granted when it is needed."""
+    """A key under its own claim, which is granted when needed."""
 
     def __init__(self, store: Store, key: str, ttl_s: float) -> None:
         self._store = store
@@ -436,9 +436,9 @@ class _LeasedKey:
                 return
             except LeaseLostError:
                 self._drop()
-            except ConflictError as exc:  # a lease of this claim's that was given up has not ended yet
+            except ConflictError as exc:  # an abandoned lease of this claim has not ended yet
                 raise DiscoveryError(str(exc)) from exc
-        raise DiscoveryError(f"{self._store!r}: a lease of {self._ttl_s:g} s expired while it was made")
+        raise DiscoveryError(f"{self._store!r}: a lease of {self._ttl_s:g} s expired while it was created")
 
     def renew(self) -> bool:
         if self._claim is None:
@@ -494,8 +494,8 @@ def build_snapshot(
 ) -> Snapshot:
     """Sort what a registry holds, in the order of registration, into a snapshot.
 
-    If two have the same id, the later one counts. Draining instances whose lease has expired have left, and nonsense
-    whose lease has expired is dropped.
+    If two have the same id, the later one counts. Draining instances whose lease has expired have left, and invalid
+    records whose lease has expired are dropped.
     """
     newest = {entry.id: entry for entry in found}
     over = {entry.id: entry for entry in lapsed if entry.id not in newest}
@@ -511,11 +511,11 @@ def build_snapshot(
 
 
 class ServiceView:
-    """Turns a registry's answers and failures into the snapshots that a watcher hands out. Does no I/O.
+    """Turns a registry's answers and failures into the snapshots that a watcher returns. Does no I/O.
 
-    While the registry cannot be reached, the instances known last stay. A registry that comes back may have lost its
-    memory, or show all as lapsed until they renew. So an instance that is missing in the first `settle_s` stays as
-    well, and the snapshot is marked stale: a restart of the registry must not make every student drop its teachers.
+    While the registry cannot be reached, the last known instances stay. A registry that restarts may have lost its
+    data, or list all instances as lapsed until they renew. So an instance that is missing in the first `settle_s`
+    also stays, and the snapshot is marked stale: a registry restart must not make every student drop its teachers.
     """
 
     def __init__(self, service: str, settle_s: float = 5.0) -> None:
@@ -532,7 +532,7 @@ class ServiceView:
         return self._settled_at if self._last.stale else None
 
     def answered(self, snapshot: Snapshot, now: float) -> Snapshot:
-        """Return what to hand out now that the registry has answered."""
+        """Return the snapshot to hand out after the registry has answered."""
         self._log_rejected(snapshot.rejected)
         if self._failing:
             self._failing = False
@@ -544,7 +544,7 @@ class ServiceView:
         return self._last
 
     def failed(self, reason: str) -> Snapshot:
-        """Return what to hand out now that the registry did not answer."""
+        """Return the snapshot to hand out after the registry failed to answer."""
         if not self._failing:
             self._failing = True
             self._settled_at = None
@@ -564,7 +564,7 @@ class ServiceView:
             self._service,
             tuple(sorted((*snapshot.instances, *missing), key=lambda entry: entry.id)),
             snapshot.rejected,
-            stale=f"the registry was away and came back without {len(missing)} instances: waiting for their return",
+            stale=f"after an outage, the registry lacks {len(missing)} instances: waiting for them to register again",
             lapsed=tuple(entry for entry in snapshot.lapsed if entry.id not in kept),
         )
 
@@ -576,7 +576,7 @@ class ServiceView:
 
 
 class ServiceWatch(FollowedWatch[T, Snapshot], Watch):
-    """Hands out what a `ServiceView` believes of a service; `parse` turns the backend's state into a snapshot."""
+    """Hands out a `ServiceView`'s snapshots of a service; `parse` turns the backend's state into a snapshot."""
 
     def __init__(self, service: str, follower: Follower[T], parse: Callable[[T], Snapshot]) -> None:
         view = ServiceView(service)

@@ -1,11 +1,11 @@
 """The store on a SQLite file: a row per lease and a row per key. No server is needed.
 
-Leases are measured with CLOCK_MONOTONIC, which all processes of a machine share and which cannot be set. It starts
-again with every boot, so the leases of an earlier boot are ended when the file is opened. Leases have random ids: in a
-file that replaced another, an old id must not be another process's. A watch looks at the file's change counter ten
+Leases are measured with CLOCK_MONOTONIC, which all processes of a machine share and which cannot be set. It restarts
+at every boot, so opening the file ends the leases of an earlier boot. Leases have random ids: in a
+file that replaced another, an old id must not be another process's. A watch reads the file's change counter ten
 times a second. Any process that may write the file may register anything.
 
-A file that was removed or replaced, or that lost its `-wal`, is made again, and all register again (`StoreFile`).
+A file that was removed or replaced, or that lost its `-wal`, is recreated, and all register again (`StoreFile`).
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _TABLES: Final = Tables(
     pragmas=("synchronous = NORMAL", "foreign_keys = ON"),
 )
 _MOST_IDLE: Final = 2
-"""Connections that are kept open: one for the program's own thread, and one for those that renew."""
+"""Connections that are kept open: one for the program's own thread, and one for renewals."""
 
 _POLL_S: Final = 0.1
-"""A process sees a change after this time at most; a look takes microseconds."""
+"""A process sees a change after at most this time; a check takes microseconds."""
 
-# A lease that ends later than its length allows was granted before the clock started again. A service's records stay
+# A lease that ends later than its length allows was granted before the clock restarted. A service's records stay
 # visible until a process writes: while no process can (a full disk), none can renew either, and students keep their
 # teachers.
 _VISIBLE: Final = (
@@ -71,7 +71,7 @@ _VISIBLE: Final = (
 
 
 class SqliteStore(Store):
-    """See `Store`. A server of the store runs transactions of its own in `file`."""
+    """See `Store`. A server of the store runs its own transactions in `file`."""
 
     def __init__(self, path: str, *, timeout_s: float = 5.0) -> None:
         super().__init__()
@@ -149,12 +149,12 @@ class StoreFile(Resource):
     connection would never be released there, and the thread that renews, which `close` joins, would wait for it too.
 
     Args:
-        path: Where it lies. Created if missing, with its folder.
+        path: Path of the file, which is created if missing, with its folder.
         timeout_s: Seconds to wait for other processes' transactions.
-        lazy: Whether to connect at the first use, when everything that is wrong with the file is a DiscoveryError.
+        lazy: Whether to connect on first use; any problem with the file is then a DiscoveryError.
 
     Raises:
-        SettingsError: The file cannot be made or written, is damaged, or is not EDL's.
+        SettingsError: The file cannot be created or written, is damaged, or is not EDL's.
         DiscoveryError: It is busy.
     """
 

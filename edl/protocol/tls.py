@@ -418,7 +418,7 @@ def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles |
         return ""
     if material.pair is None:
         return (
-            f"{endpoint} wants a client certificate (mutual TLS), and this side shows none: set one (EDL_TLS_CERT "
+            f"{endpoint} requires a client certificate (mutual TLS), and this side shows none: set one (EDL_TLS_CERT "
             "and EDL_TLS_KEY, --tls-cert and --tls-key)"
         )
     why = files.explain_certificate() or (

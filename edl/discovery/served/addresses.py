@@ -1,4 +1,4 @@
-"""Addresses of a served store: where a server listens, whether a name is this host's own, and why nothing answers."""
+"""Addresses of a served store: where to listen, whether a name means this host, and why nothing answers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 from edl.errors import DiscoveryError, SettingsError
 
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation (RFC 5737, RFC 3849): the route to them is the route out."""
+"""Addresses for documentation (RFC 5737, RFC 3849): the route to them is the default route."""
 _TIMEOUT_S: Final = 2.0
-"""To connect, and then to be answered: a host within reach takes milliseconds, and the user waits for the words."""
+"""Seconds to connect, and then to wait for an answer: a reachable host takes milliseconds, and a user is waiting."""
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The first bytes of a client of HTTP/2, and so of gRPC, with a frame of settings (RFC 9113, 3.4)."""
 _SETTINGS: Final = 4
@@ -23,12 +23,12 @@ _SETTINGS: Final = 4
 
 
 class PortTakenError(DiscoveryError):
-    """Another program listens at the port."""
+    """Another program is listening on the port."""
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where a server listens: an IP address, `::` for all of this host's, IPv4 as well; port 0 for any."""
+    """Where a server listens: an IP address, or `::` for all of this host's, including IPv4; port 0 for any."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class ListenAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def check_free(self) -> None:
-        """Raise PortTakenError or SettingsError if a server cannot listen here; gRPC does not say why it cannot."""
+        """Raise PortTakenError or SettingsError if a server cannot listen here; gRPC does not give the reason."""
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"port {self.port}: expected 0 to 65535")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -52,7 +52,7 @@ class ListenAddress:
                 probe.listen()
         except OSError as exc:
             if exc.errno == errno.EADDRINUSE:
-                raise PortTakenError(f"port {self.port} of this host is taken by another program") from exc
+                raise PortTakenError(f"port {self.port} of this host is in use by another program") from exc
             if exc.errno == errno.EAFNOSUPPORT and self.host == "::":
                 ListenAddress("0.0.0.0", self.port).check_free()
                 return
@@ -68,7 +68,7 @@ def open_listener(backlog: int | None = None) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether other hosts cannot mean this host by `host`: localhost, or an address of the loopback."""
+    """Return whether `host` is localhost or a loopback address, which other hosts cannot use for this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -78,7 +78,7 @@ def is_loopback(host: str) -> bool:
 def is_own_host(host: str) -> bool:
     """Return whether `host` names this host, as torch's c10d decides it, or is an address of any of its interfaces.
 
-    A name that cannot be resolved now does not; ask again.
+    False for a name that cannot be resolved now; ask again later.
     """
     if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
         return True
@@ -92,8 +92,8 @@ def is_own_host(host: str) -> bool:
 def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
     """Return whether this host can bind to an address.
 
-    Only its own ones, unless the system allows others (`ip_nonlocal_bind`): then an agent that serves a store finds out
-    when its client reaches another one (`edl.collective.agent.command_line.served_store`).
+    It can bind only to its own, unless the system allows others (`ip_nonlocal_bind`): then an agent that serves a
+    store notices when its client reaches a different one (`edl.collective.agent.command_line.served_store`).
     """
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -104,10 +104,10 @@ def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
 
 
 def outward_address(servers: Iterable[str]) -> str:
-    """Return this host's address on the route to one of a store's servers, or else on the route out.
+    """Return this host's address on the route to one of a store's servers, or else on the default route.
 
-    Without a route it is 127.0.0.1. A server at this host's loopback is an agent of a cluster, whose other hosts do not
-    reach that. Nothing is sent: connecting a datagram socket asks the kernel for the route only.
+    Without a route it is 127.0.0.1. A server at this host's loopback is an agent of a cluster, whose other hosts cannot
+    reach that address. Nothing is sent: connecting a datagram socket asks the kernel for the route only.
     """
     for host in (*servers, *_ANYWHERE):
         if is_loopback(host):
@@ -123,9 +123,9 @@ def outward_address(servers: Iterable[str]) -> str:
 
 
 class Diagnosis(NamedTuple):
-    """What a connection found out: the remedy, empty if a gRPC server answers.
+    """What a connection attempt found: the remedy, or empty if a gRPC server answers.
 
-    `final` says that it will not pass by itself, `connected` that something listens there.
+    `final` means that the fault will not clear by itself, `connected` that something is listening.
     """
 
     words: str
@@ -134,7 +134,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(host: str, port: int) -> Diagnosis:
-    """Connect, and find out what answers. Takes some 4 s at most, and the resolver's time."""
+    """Connect, and find out what answers. Takes at most about 4 s, plus the resolver's time."""
     try:
         with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection:
             connection.settimeout(_TIMEOUT_S)
@@ -152,14 +152,14 @@ def diagnose(host: str, port: int) -> Diagnosis:
         )
     except ConnectionRefusedError:
         return Diagnosis(
-            f"nothing listens at that port: start the same command on {host}; if it runs there, see that the port is "
-            "the same",
+            f"nothing listens on that port: start the same command on {host}; if it runs there, check that the port "
+            "matches",
             connected=False,
         )
     except OSError as exc:
         if exc.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
             return Diagnosis(
-                f"there is no way to it ({exc.strerror}): see routes and firewalls between this node and {host}",
+                f"there is no route to it ({exc.strerror}): check routes and firewalls between this node and {host}",
                 connected=False,
             )
         return Diagnosis(f"the connection fails ({exc.strerror or exc})", connected=False)
@@ -173,8 +173,8 @@ def _greet(connection: socket.socket, port: int) -> Diagnosis:
             answer += part
     except TimeoutError:
         return Diagnosis(
-            f"what listens there says nothing: another program (torchrun's own store, perhaps), or an agent that is "
-            f"stopped; if port {port} is another program's, choose another one on all nodes"
+            f"the listener there sends nothing: another program (torchrun's own store, perhaps), or an agent that is "
+            f"stopped; if another program uses port {port}, choose a different one on all nodes"
         )
     except OSError:
         answer = b""
@@ -183,9 +183,9 @@ def _greet(connection: socket.socket, port: int) -> Diagnosis:
             return Diagnosis("")
     if not answer:
         return Diagnosis(
-            "connections are accepted and closed at once: by a proxy that finds no store behind it, or by another "
-            "program than EDL"
+            "connections are accepted and closed at once: by a proxy without a store behind it, or by a program "
+            "other than EDL"
         )
     return Diagnosis(
-        f"another program than EDL answers there: choose another port than {port}, the same on all nodes", final=True
+        f"a program other than EDL answers there: choose a port other than {port}, the same on all nodes", final=True
     )

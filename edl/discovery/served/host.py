@@ -1,4 +1,4 @@
-"""Which process of a host serves the store: the first, and when it ends another of the same user."""
+"""Decides which process of a host serves the store: the first, and after it ends, another of the same user."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _LOOK_S: Final = 0.1
 _PORT_AGAIN_S: Final = 1.0
 """Wait between two attempts to listen while another program has the port, or its last connections linger."""
 _END_S: Final = 2.0
-"""How long other processes may take to end as well. After that another one serves, or this one says that it goes on."""
+"""How long other processes may take to end as well. Then another one serves, or this one reports that it continues."""
 _HAND_OVER_S: Final = 10.0
-"""How long another process may take to begin to serve: it looks every 0.1 s, and opens a file in memory."""
+"""How long another process may take to start serving: it checks every 0.1 s, and opens a file in memory."""
 
 
 class StoreHost(Resource):
-    """Serves the store of a port of this host while no other process does; takes over where that process ended.
+    """Serves the store of a port of this host while no other process does; takes over when that process ends.
 
-    The store's file lies in this host's memory, so it outlives the process that serves it, but not the host. The
-    process that serves holds a lock, which the kernel releases with the process. Clients find the next server at the
-    same port, and their leases as they were.
+    The store's file is in this host's memory, so it outlives the process that serves it, but not the host. The
+    serving process holds a lock, which the kernel releases when the process ends. Clients find the next server on
+    the same port, with their leases intact.
 
     Args:
         address: Where to listen; the port names the store on this host.
@@ -58,7 +58,7 @@ class StoreHost(Resource):
         self._files = files
         self._began = began
         self._server: StoreServer | None = None
-        # Of this network namespace: in another one the same port is another store's.
+        # Per network namespace: in another one, the same port belongs to a different store.
         name = f"{address.port}-{_namespace()}"
         folder = _folder()
         self.path: Final = folder / f"{name}.sqlite"
@@ -79,14 +79,14 @@ class StoreHost(Resource):
         return "" if server is None else server.name
 
     def leave(self, say: Callable[[str], None], patience_s: float) -> None:
-        """Stop serving as soon as no client is left, or another process of this host goes on.
+        """Stop serving as soon as no client is left, or another process of this host continues.
 
-        Clients that are left would lose the store, and their job with it. The last process removes the file, unless
-        keys that begin with `KEPT` say that clients will come for it: then it waits for them, and leaves the file.
+        Remaining clients would lose the store, and with it their job. The last process removes the file, unless
+        keys that begin with `KEPT` say that clients will need it: then it waits for them, and leaves the file.
 
         Args:
             say: Called with a line if this takes long.
-            patience_s: Seconds to wait for clients that kept something.
+            patience_s: Seconds to wait for clients that stored such keys.
         """
         self._background.close()
         began = time.monotonic()
@@ -95,7 +95,7 @@ class StoreHost(Resource):
             server = self._server
             if server is None:
                 self._waiting.release()
-                # The server may have ended just now, and handed over to this process, which ends as well.
+                # The server may have just ended and handed over to this process, which is also ending.
                 with contextlib.suppress(DiscoveryError, SettingsError):
                     self._attempt(made=True)
                 if self._server is None:
@@ -117,7 +117,7 @@ class StoreHost(Resource):
             time.sleep(_LOOK_S)
 
     def _look(self) -> float | None:
-        if not self._is_waiting:  # a process that was ending had the lock, or removed the file
+        if not self._is_waiting:  # a process that was ending held the lock, or removed the file
             self._is_waiting = self._waiting.take(fcntl.LOCK_SH)
         server = self._server
         if server is not None and server.failed:
@@ -143,7 +143,7 @@ class StoreHost(Resource):
             return
         try:
             self._server = StoreServer(str(self.path), self._address, self._files)
-        except PortTakenError as exc:  # another user's agent, or one in a container: a client finds out who
+        except PortTakenError as exc:  # another user's agent, or one in a container: a client finds out which
             self._serving.release()
             logger.debug("this process does not serve the store: %s", exc)
             return
@@ -178,7 +178,7 @@ class StoreHost(Resource):
             if self._waiting.take(fcntl.LOCK_EX):  # it has ended instead
                 self._waiting.release()
                 break
-            time.sleep(2 * _LOOK_S)  # for the other process to take it
+            time.sleep(2 * _LOOK_S)  # lets the other process take it
         self._attempt()
         return self._server is None
 
@@ -201,7 +201,7 @@ class FileLock:
         self._file = self._open()
 
     def take(self, kind: int) -> bool:
-        """Take it, or turn it into this kind (`fcntl.LOCK_EX` or `LOCK_SH`); return False if others have it."""
+        """Take the lock, or convert it to this kind (`fcntl.LOCK_EX` or `LOCK_SH`); return False if others hold it."""
         while True:
             try:
                 fcntl.flock(self._file, kind | fcntl.LOCK_NB)
@@ -228,7 +228,7 @@ class FileLock:
 
 
 def _folder() -> Path:
-    """Return a folder of this user's in memory, where the host has `/dev/shm`."""
+    """Return this user's folder, in memory if the host has `/dev/shm`."""
     base = Path("/dev/shm")
     if not os.access(base, os.W_OK):
         base = Path(tempfile.gettempdir())

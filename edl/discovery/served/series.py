@@ -1,11 +1,11 @@
-"""Figures of the last hours, in the memory of the process that serves a store: a ring of points for each series.
+"""Metrics of the last hours, in the memory of the process that serves a store: a ring of points per series.
 
 A store keeps no history, so after an incident nobody could see how many rows the teachers computed before it, unless
-Prometheus or an open browser had followed them. Here a series has a point every 10 s for 4 h. It is forgotten 4 h after
+Prometheus or an open browser had recorded them. Here a series has a point every 10 s for 4 h. It is forgotten 4 h after
 the last point of its job or service, or when there are too many series.
 
-A point has at most 16 numbers of 8 bytes, so a series takes at most 200 KB, and all of them 50 MB; a usual job takes
-150 KB and a service 60 KB. What the numbers mean is the business of whoever records them.
+A point has at most 16 numbers of 8 bytes, so a series takes at most 200 KB, and all of them 50 MB; a typical job takes
+150 KB and a service 60 KB. The recorder defines what the numbers mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from edl.protocol import store as messages
 
 Sample = Mapping[str, Mapping[str, float | None]]
-"""A point of each series: the values of its fields by name; None where a value is unknown."""
+"""A point of each series: the values of its fields by name; None if a value is unknown."""
 
 EVERY_S: Final = 10.0
 KEPT_S: Final = 4 * 3600.0
@@ -42,14 +42,12 @@ class SeriesRings:
         self._rings: dict[str, tuple[tuple[str, ...], array[float]]] = {}
 
     def record(self, sample: Sample) -> None:
-        """Add a point of now to each series of the sample, and forget the oldest points and series."""
+        """Add a point with the current time to each series of the sample; drop the oldest points and series."""
         now_s = self._clock()
         with self._lock:
             for name, point in sample.items():
                 fields = ("t", *sorted(point)[:_MOST_FIELDS])
-                ring = self._rings.pop(
-                    name, None
-                )  # and in again, so that the first is the one without news for longest
+                ring = self._rings.pop(name, None)  # reinserted, so that the first is the one without news for longest
                 if ring is None or ring[0] != fields:
                     ring = fields, array("d")
                 known = (point[field] for field in fields[1:])
@@ -61,7 +59,7 @@ class SeriesRings:
                     del self._rings[name]
 
     def replies(self) -> Iterator[messages.SeriesReply]:
-        """Yield the series, a message for each."""
+        """Yield a message per series."""
         with self._lock:
             names = list(self._rings)
         for name in names:

@@ -1,7 +1,7 @@
-"""The serving side of a store: a gRPC server over a SQLite file, with an event loop in a thread of its own.
+"""The serving side of a store: a gRPC server over a SQLite file, with an event loop in its own thread.
 
 All calls are answered in the loop's thread, and none waits inside a transaction. No other process should write the
-file, so a change is pushed to watches at once.
+file, so changes are pushed to watches at once.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from edl.resource import Resource
 logger = logging.getLogger(__name__)
 
 _START_S: Final = 10.0
-"""How long it may take to listen: milliseconds, or seconds on a machine that swaps."""
+"""How long startup may take: milliseconds, or seconds on a machine that swaps."""
 _STOP_S: Final = 0.2
-"""How long calls under way may take to end. Watches do not end by themselves, and clients ask again elsewhere."""
+"""How long pending calls may take to end. Watches do not end by themselves, and clients retry elsewhere."""
 _RETURN_S: Final = 3.0
 """How long clients of the previous server may take to connect: three times their longest pause."""
 _FILE_S: Final = 1.0
 """How long a transaction may wait for another process; none should use the file."""
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    ("grpc.so_reuseport", 0),  # a second server at the same port would get half of the connections
-    ("grpc.max_receive_message_length", 1 << 20),  # the largest value has a fourth of it
-    ("grpc.keepalive_time_ms", 10_000),  # a host that vanished must not keep its watches
+    ("grpc.so_reuseport", 0),  # a second server on the same port would get half of the connections
+    ("grpc.max_receive_message_length", 1 << 20),  # four times the largest value
+    ("grpc.keepalive_time_ms", 10_000),  # a vanished host must not keep its watches
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
     ("grpc.http2.max_ping_strikes", 0),
@@ -55,8 +55,8 @@ _AGE_MS: Final = 3_600_000
 TICK_S: Final = 0.1
 """How often the server checks for expired leases, so others see a death this much later. A check takes 20 µs."""
 PAUSE_S: Final = 0.3
-"""A tick this late means that the process stood still (garbage collection, a stopped or swapping machine) and has not
-read renewals, so leases do not count the pause. Less than a fourth of a 1.5 s lease, after which a client renews."""
+"""A tick this late means that the process stalled (garbage collection, a stopped or swapping machine) and read no
+renewals, so leases do not count the pause. Less than a quarter of a 1.5 s lease, after which a client renews."""
 _CHUNK_NBYTES: Final = 1 << 20
 """Size of a message: gRPC refuses more than 4 MiB by default, and an entry may exceed the chunk by 256 KiB."""
 _CHUNK_ENTRIES: Final = 1000
@@ -71,7 +71,7 @@ class StoreLimits:
 
     Attributes:
         keys: Number of keys. A job has about ten, and two for every node; a teacher has two.
-        nbytes: Size of all values together. An agent's file lies in memory, of which containers often have 64 MB.
+        nbytes: Total size of all values. An agent's file is in memory, of which containers often have 64 MB.
         leases: Number of leases. A node has one, a teacher two.
         watches: Number of watches. A node has two.
     """
@@ -83,7 +83,7 @@ class StoreLimits:
 
 
 class StoreServicer:
-    """Answers from a store. Its leases are renewed first: their holders could not renew while it was not served."""
+    """Answers requests from a store. It first renews all leases: their holders could not while nothing served it."""
 
     def __init__(self, store: SqliteStore, limits: StoreLimits, name: str, rings: SeriesRings) -> None:
         self._store = store
@@ -100,7 +100,7 @@ class StoreServicer:
         self._prolong("UPDATE lease SET expires = ttl_s + :now", {})
 
     def end(self) -> None:
-        """Have every watch end."""
+        """End every watch."""
         self._ending = True
         self._notify()
 
@@ -130,7 +130,7 @@ class StoreServicer:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     async def tick(self) -> None:
-        """End leases that are over, and tell watches of it, until cancelled."""
+        """End expired leases, and notify watches, until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             try:
@@ -144,21 +144,21 @@ class StoreServicer:
                     logger.warning("the store that is served here cannot be written: %s", exc)
 
     def _catch_up(self) -> None:
-        """Extend all leases by a time in which this process stood still and read no renewals."""
+        """Extend all leases by the time during which this process stalled and read no renewals."""
         late_s = time.monotonic() - self._ticked_at
         if late_s <= PAUSE_S:
             return
-        # No lease ends later than one that is granted now.
+        # No lease ends later than one granted now.
         self._prolong("UPDATE lease SET expires = min(expires + :by, ttl_s + :now)", {"by": late_s})
         self._ticked_at = time.monotonic()
 
     def _prolong(self, update: str, values: dict[str, float]) -> None:
-        """Set new ends of leases, even of those that are over."""
+        """Set new expiry times of leases, even of expired ones."""
         with self._file.write(lambda connection: connection.execute(update, {"now": time.monotonic(), **values})):
             pass
 
     def _expire(self) -> None:
-        """End leases that are over, and wake the watches if a transaction ended some, or the file is new."""
+        """End expired leases, and wake the watches if a transaction ended some, or the file is new."""
         if self._store.first_expiry() <= time.monotonic():
             with self._file.write():
                 pass
@@ -216,7 +216,7 @@ class StoreServicer:
 
     def _grant(self, request: messages.GrantRequest) -> messages.GrantReply:
         if self._ask("SELECT count(*) FROM lease")[0] >= self._limits.leases:
-            raise _FullError(f"it has {self._limits.leases:,} leases already")
+            raise _FullError(f"it already has {self._limits.leases:,} leases")
         return messages.GrantReply(lease=self._store.grant(check_ttl(request.ttl_s)).number)
 
     def _renew(self, request: messages.RenewRequest) -> messages.RenewReply:
@@ -237,7 +237,7 @@ class StoreServicer:
         with _refusing(context):
             prefix = check_prefix(request.prefix)
             if len(self.watches) >= self._limits.watches:
-                raise _FullError(f"it has {self._limits.watches:,} watches already")
+                raise _FullError(f"it already has {self._limits.watches:,} watches")
             if not request.once:
                 self.watches.add(watch)
             try:
@@ -252,7 +252,7 @@ class StoreServicer:
                         return
                     first = False
                     await asyncio.shield(changed)
-                raise _EndingError("this server ends")
+                raise _EndingError("this server is stopping")
             finally:
                 self.watches.discard(watch)
 
@@ -277,9 +277,9 @@ class StoreServicer:
     def _check_room(self, key: str, nbytes: int) -> None:
         keys, held = self._ask("SELECT count(*), coalesce(sum(length(value)), 0) FROM entry")
         if keys >= self._limits.keys and self._store.read(key) is None:
-            raise _FullError(f"it has {self._limits.keys:,} keys already")
+            raise _FullError(f"it already has {self._limits.keys:,} keys")
         if held + nbytes > self._limits.nbytes:
-            raise _FullError(f"its values would have more than {self._limits.nbytes:,} bytes together")
+            raise _FullError(f"its values would exceed {self._limits.nbytes:,} bytes in total")
 
     def _ask(self, query: str) -> Any:
         with self._file.read() as connection:
@@ -291,12 +291,12 @@ class _FullError(Exception):
 
 
 class _EndingError(Exception):
-    """This server ends."""
+    """This server is stopping."""
 
 
 @contextlib.contextmanager
 def _refusing(context: Context) -> Iterator[None]:
-    """Turn errors into gRPC's. Not by `context.abort`: its error would keep the server alive until it is collected."""
+    """Turn errors into gRPC's, but not by `context.abort`: its error keeps the server alive until collected."""
     try:
         yield
     except (SettingsError, DiscoveryError, _FullError, _EndingError) as exc:
@@ -319,11 +319,11 @@ class StoreServer(Resource):
         address: Where to listen.
         files: Certificates and tokens; None for neither.
         limits: Limits beyond which writes are refused.
-        sample: Called about every 10 s, in a thread of its own, for the figures that the server keeps for some hours.
-            None: it keeps none.
+        sample: Called about every 10 s, in its own thread, for the metrics that the server keeps for some hours.
+            None: the server keeps none.
 
     Raises:
-        PortTakenError: Another program listens there.
+        PortTakenError: Another program is listening there.
         SettingsError: The address or the file cannot be used.
         DiscoveryError: The file cannot be opened just now.
     """
@@ -375,11 +375,11 @@ class StoreServer(Resource):
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended, though it was not closed."""
+        """Whether it has ended without being closed."""
         return self._failure is not None
 
     def holds(self, prefix: str) -> bool:
-        """Whether there are keys that start with `prefix`. For any thread."""
+        """Return whether any keys start with `prefix`. Thread-safe."""
         try:
             return bool(self._store.read_all(prefix))
         except DiscoveryError:
@@ -389,7 +389,7 @@ class StoreServer(Resource):
         try:
             self._rings.record(sample(self._store))
         except DiscoveryError as exc:
-            logger.debug("the figures of this moment are not recorded: %s", exc)
+            logger.debug("the current metrics were not recorded: %s", exc)
         return EVERY_S
 
     def _run(self) -> None:
@@ -406,7 +406,7 @@ class StoreServer(Resource):
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        if self._closed:  # before there was anything to stop
+        if self._closed:  # closed before there was anything to stop
             return
         checks = token_checks(self._files)
         age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []

@@ -1,4 +1,4 @@
-"""The store that another process serves, over gRPC, seen from a client. URLs `edl://HOST:PORT`."""
+"""The gRPC client of a store that another process serves. URLs `edl://HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R", bound=Message)
 
 SERVICE: Final = "edl.store.v1.Store"
 FORMAT: Final = 1
-"""Version of the protocol; a client of another version gets an error, as it would misread answers."""
+"""Version of the protocol; a client with a different version gets an error, as it would misread answers."""
 
 DEFAULT_PORT: Final = 29400
 """torch's own for a rendezvous (`torch.distributed.elastic`)."""
@@ -34,16 +34,16 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     # Another process of the server's host may take over within a fraction of a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # which is how long an attempt to connect may take, too
-    # A host that vanished sends nothing: watches are to end, and say so.
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also how long an attempt to connect may take
+    # A vanished host sends nothing: its watches must end with an error.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.use_local_subchannel_pool", 1),  # else channels of one process share a connection, and its backoff
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels of one process share a connection and its backoff
 )
 
 
 def store_credentials(credentials: Credentials) -> Credentials:
-    """Return the credentials for a served store: mutual TLS if all of it is set, and tokens.
+    """Return the credentials for a served store: tokens, and mutual TLS if all its files are set.
 
     A CA alone, or a certificate alone, is for teachers.
     """
@@ -57,10 +57,10 @@ class ServedTarget:
     """A served store as a client sees it.
 
     Attributes:
-        host, port: Where it listens.
+        host, port: Address of the server.
         timeout_s: Seconds that a call may take.
         credentials: Mutual TLS, tokens, or neither.
-        offered: All credentials of this side, of which `credentials` leaves out half of mutual TLS.
+        offered: All credentials of this side; `credentials` omits an incomplete set for mutual TLS.
     """
 
     host: str
@@ -79,34 +79,33 @@ class ServedTarget:
 
     @classmethod
     def of(cls, parts: SplitResult, timeout_s: float, credentials: Credentials | None = None) -> ServedTarget:
-        """Return what a split URL says; `credentials` are those of the environment if None.
+        """Return the target for a split URL; `credentials` default to those of the environment.
 
-        The message of a `SettingsError` repeats no password and no query.
+        The message of a `SettingsError` never contains a password or query.
         """
         where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         if "@" in parts.netloc:
             raise SettingsError(
-                f"{where}: a password does not belong into a URL; name a file of tokens in EDL_TOKEN_FILE"
+                f"{where}: a password does not belong in a URL; name a file of tokens in EDL_TOKEN_FILE"
             )
         if parts.path not in ("", "/") or parts.query or parts.fragment:
             raise SettingsError(
-                f"{where}{parts.path}: a host and a port are expected, and nothing else; did you mean"
-                f" {where.rpartition(' ')[2]}?"
+                f"{where}{parts.path}: expected only a host and a port; did you mean {where.rpartition(' ')[2]}?"
             )
         try:
             port = DEFAULT_PORT if parts.port is None else parts.port
         except ValueError as exc:
             raise SettingsError(f"{where}: {exc}") from exc
         if not parts.hostname:
-            raise SettingsError(f"{where}: the host is missing; expected is edl://host:{DEFAULT_PORT}")
+            raise SettingsError(f"{where}: the host is missing; expected edl://host:{DEFAULT_PORT}")
         if port == 0:
-            raise SettingsError(f"{where}: a port from 1 to 65535 is expected")
+            raise SettingsError(f"{where}: expected a port from 1 to 65535")
         offered = Credentials.of() if credentials is None else credentials
         return cls(parts.hostname, port, timeout_s, store_credentials(offered), offered)
 
 
 class StoreRefusalError(DiscoveryError):
-    """The server is not a store of EDL, or refuses this process's token."""
+    """The server is not an EDL store, or refuses this process's token."""
 
 
 class _NoAnswerError(DiscoveryError):
@@ -114,7 +113,7 @@ class _NoAnswerError(DiscoveryError):
 
 
 class StoreClient(Resource):
-    """Calls to a server. Closing it ends calls that are under way. Thread-safe.
+    """Makes calls to a server. Closing it ends pending calls. Thread-safe.
 
     All methods raise DiscoveryError when the server cannot be reached, or refuses.
     """
@@ -123,7 +122,7 @@ class StoreClient(Resource):
         super().__init__()
         self.target = target
         self._files = CredentialFiles.of(target.credentials)
-        self._metadata()  # refuse at once a token that would cross the network as it is
+        self._metadata()  # refuse at once a token that would cross the network unencrypted
         self._making = threading.Lock()
         self._answered = False
         self._version = self._material_version
@@ -136,7 +135,7 @@ class StoreClient(Resource):
         return self._calls.run(lambda: self._call_here(method, request, reply, timeout_s))
 
     def gather(self, method: str, request: Message, reply: type[R]) -> list[R]:
-        """Make a call that is answered with several messages, and wait for the last one."""
+        """Make a call whose answer is a stream of messages, and wait for the last one."""
         self._check()
         timeout_s = self.target.timeout_s
         return self._calls.run(lambda: list(self.replies(self._stream(method, request, reply, timeout_s))))
@@ -148,13 +147,13 @@ class StoreClient(Resource):
             answer: R = made(request, timeout=timeout_s or self.target.timeout_s, metadata=self._metadata())
         except grpc.RpcError as exc:
             raise self._translated(exc) from exc
-        except ValueError as exc:  # gRPC's way to say that a channel is closed
+        except ValueError as exc:  # how gRPC reports a closed channel
             raise ClosedError(f"the connection to {self.target} is closed") from exc
         self._answered = True
         return answer
 
     def watch(self, prefix: str, timeout_s: float | None = None) -> Any:
-        """Return a call of gRPC's, which follows a prefix until it is cancelled. Not for the main thread."""
+        """Return a gRPC call that follows a prefix until it is cancelled. Not for the main thread."""
         self._check()
         return self._stream("Watch", messages.WatchRequest(prefix=prefix), messages.WatchReply, timeout_s)
 
@@ -173,7 +172,7 @@ class StoreClient(Resource):
             raise self._translated(exc) from exc
 
     def hello(self) -> messages.HelloReply:
-        """Ask who serves; raise SettingsError if it is a server of another version of EDL."""
+        """Ask which process serves; raise SettingsError if the server runs another version of EDL."""
         reply = self.call("Hello", messages.HelloRequest(), messages.HelloReply)
         if reply.format != FORMAT:
             raise SettingsError(
@@ -191,11 +190,11 @@ class StoreClient(Resource):
             return _NoAnswerError(f"{self.target} did not answer within {self.target.timeout_s:g} s")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return StoreRefusalError(
-                f"{self.target.endpoint} is a gRPC server, but not a store of EDL: another program has this port"
+                f"{self.target.endpoint} is a gRPC server, but not an EDL store: another program uses this port"
             )
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return StoreRefusalError(
-                f"{self.target} refuses this process: {words}; name the file of its tokens in EDL_TOKEN_FILE"
+                f"{self.target} refuses this process: {words}; set EDL_TOKEN_FILE to the file with its tokens"
             )
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return DiscoveryError(f"{self.target} is full: {words}")
@@ -215,8 +214,8 @@ class StoreClient(Resource):
         offered = self.target.offered
         material = {"EDL_TLS_CA": offered.ca, "EDL_TLS_CERT": offered.cert, "EDL_TLS_KEY": offered.key}
         return (
-            f"{self.target.endpoint} speaks TLS, and a store's TLS is mutual: it wants a client certificate. Set"
-            " EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY, or --tls-ca, --tls-cert and --tls-key where a command has them;"
+            f"{self.target.endpoint} speaks TLS, and a store's TLS is mutual: it requires a client certificate. Set"
+            " EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY, or --tls-ca, --tls-cert and --tls-key if a command has them;"
             f" missing now: {', '.join(name for name, value in material.items() if not value)}"
         )
 
@@ -228,7 +227,7 @@ class StoreClient(Resource):
         return call_metadata(self.target.endpoint, self._files)
 
     def _current(self) -> grpc.Channel:
-        """Return the channel, a new one if certificates were replaced: a channel keeps those it began with."""
+        """Return the channel, a new one if certificates were replaced: a channel keeps its initial ones."""
         if self._version != self._material_version:
             with self._making:
                 version = self._material_version
@@ -239,10 +238,10 @@ class StoreClient(Resource):
         return self._channel
 
     def _halt(self) -> None:
-        self._channel.close()  # which ends the calls that are under way
+        self._channel.close()  # ends pending calls
 
     def _release(self) -> None:
-        self._channel.close()  # one that `_current` made at this moment
+        self._channel.close()  # a channel that `_current` made meanwhile
 
 
 def _serialize(message: Message) -> bytes:
@@ -253,7 +252,7 @@ def _serialize(message: Message) -> bytes:
 
 
 class ServedStore(Store):
-    """See `Store`. Opening it asks the server nothing."""
+    """See `Store`. Opening it sends no request to the server."""
 
     def __init__(self, target: ServedTarget) -> None:
         super().__init__()
@@ -351,7 +350,7 @@ class _PushFollower(Follower[Entries]):
 
     @override
     def next(self, wait_s: float | None) -> Entries:
-        if self._call is not None and wait_s is not None:  # a stream has one deadline, from its beginning
+        if self._call is not None and wait_s is not None:  # a stream has one deadline, from its start
             self._call.cancel()
             self._call = None
         if self._call is None:
@@ -359,7 +358,7 @@ class _PushFollower(Follower[Entries]):
             self._partial = True
             self._call = self._client.watch(self._prefix, timeout_s=wait_s)
             self._replies = self._client.replies(self._call)
-            if self._closed:  # `close` looked for a call to cancel before there was one
+            if self._closed:  # `close` ran before there was a call to cancel
                 self._call.cancel()
         try:
             for reply in self._replies:
@@ -386,7 +385,7 @@ class _PushFollower(Follower[Entries]):
 
 
 def _apply(reply: messages.WatchReply, entries: dict[str, Entry]) -> bool:
-    """Make the changes that a server sent; return whether more of them are on their way."""
+    """Apply the changes that a server sent; return whether more will follow."""
     for key in reply.deleted:
         entries.pop(key, None)
     for entry in reply.changed:

@@ -118,10 +118,10 @@ def test_figures_reach_clients(stack: ExitStack, tmp_path: Path) -> None:
 def test_a_server_has_limits(serve: Serve) -> None:
     with opened(serve(limits=StoreLimits(keys=2, nbytes=100, leases=1, watches=1))) as store:
         store.put("a", b"x" * 90)
-        with pytest.raises(DiscoveryError, match="is full: its values would have more than 100 bytes"):
+        with pytest.raises(DiscoveryError, match="is full: its values would exceed 100 bytes"):
             store.put("b", b"x" * 11)
         store.put("b", b"")
-        with pytest.raises(DiscoveryError, match="is full: it has 2 keys already"):
+        with pytest.raises(DiscoveryError, match="is full: it already has 2 keys"):
             store.put("c", b"")
         assert store.put("b", b"x").value == b"x", "a key that is there is no new one"
         with store.lease(), pytest.raises(DiscoveryError, match="is full: it has 1 leases"):
@@ -244,7 +244,7 @@ def test_tls_of_a_served_store(serve: Serve, tmp_path: Path) -> None:
         wait_until(lambda: next_snapshot(watch).entries == {"a": entry})
     for half, words in (
         (Credentials(), "missing now: EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY"),
-        (Credentials(ca=own.ca), "wants a client certificate.*missing now: EDL_TLS_CERT, EDL_TLS_KEY"),
+        (Credentials(ca=own.ca), "requires a client certificate.*missing now: EDL_TLS_CERT, EDL_TLS_KEY"),
         (Credentials(cert=own.cert, key=own.key), "missing now: EDL_TLS_CA$"),
     ):
         with opened(server, half) as store, pytest.raises(DiscoveryError, match=words):
@@ -301,7 +301,7 @@ def test_other_servers_are_told_apart() -> None:
     port = server.add_insecure_port(f"{LOCAL}:0")
     server.start()
     try:
-        with open_store(f"edl://{LOCAL}:{port}") as store, pytest.raises(DiscoveryError, match="not a store of EDL"):
+        with open_store(f"edl://{LOCAL}:{port}") as store, pytest.raises(DiscoveryError, match="not an EDL store"):
             store.get("a")
     finally:
         server.stop(None).wait(DEADLINE_S)

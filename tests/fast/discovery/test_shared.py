@@ -133,7 +133,7 @@ def test_lapsed_registration_is_announced_again(clock: list[float], caplog: pyte
         assert registration.error == ""
         assert claim.announced[-1] == draining
         clock[0] += 8.0
-        assert "its lease of 8 s is over" in registration.error, "a renewal hangs"
+        assert "its lease of 8 s has expired" in registration.error, "a renewal hangs"
     assert claim.withdrawn == 1
     first, last = (record.getMessage() for record in caplog.records)
     assert "digits/a cannot be kept registered: away" in first

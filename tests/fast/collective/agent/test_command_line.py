@@ -258,7 +258,7 @@ def test_late_store_is_waited_for(lines: Callable[[], list[str]], monkeypatch: p
     waiting.start()
     wait_until(lines, "it says that it waits")
     assert f"waiting for the store at 127.0.0.1:{port}" in lines()[0]
-    assert "nothing listens at that port: start the same command on 127.0.0.1" in lines()[0]
+    assert "nothing listens on that port: start the same command on 127.0.0.1" in lines()[0]
     with served(port):
         waiting.join(60)
     assert found == [None]
@@ -277,7 +277,7 @@ def test_another_program_has_the_port(own: bool) -> None:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            with pytest.raises(SettingsError, match="another program than EDL answers there: choose another port"):
+            with pytest.raises(SettingsError, match="a program other than EDL answers there: choose a port other than"):
                 served(server.server_port, own=own).__enter__()
         finally:
             server.shutdown()
@@ -289,7 +289,7 @@ def test_tls_on_half_of_the_nodes(tmp_path: Path) -> None:
     own = Credentials(ca=ca.save(tmp_path), **ca.issue(*HERE).save(tmp_path))
     port = free_ports(1)[0]
     with served(port, own):
-        words = r"wants a client certificate.*EDL_TLS_KEY; either all nodes of a job use TLS"
+        words = r"requires a client certificate.*EDL_TLS_KEY; either all nodes of a job use TLS"
         with pytest.raises(SettingsError, match=words):
             served(port, own=False).__enter__()
         with served(port, own, own=False) as store:

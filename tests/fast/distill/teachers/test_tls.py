@@ -90,7 +90,7 @@ Case = Callable[[Path, Authority], "tuple[dict[str, Any], Credentials]"]
 REFUSED: dict[str, tuple[Case, str]] = {
     "no client certificate": (
         lambda folder, ca: (serving(folder, ca.issue(), Authority()), believing(folder, ca)),
-        "wants a client certificate.*EDL_TLS_CERT",
+        "requires a client certificate.*EDL_TLS_CERT",
     ),
     "client of a foreign CA": (
         lambda folder, ca: (serving(folder, ca.issue(), ca), believing(folder, ca, Authority("other").issue())),

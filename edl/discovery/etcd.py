@@ -82,9 +82,7 @@ class EtcdTarget:
         """Return the target for a split URL and the environment; the error message never contains a password."""
         where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         if "@" in parts.netloc:
-            raise SettingsError(
-                f"{where}: a password does not belong in a URL; set ETCDCTL_USER and ETCDCTL_PASSWORD"
-            )
+            raise SettingsError(f"{where}: a password does not belong in a URL; set ETCDCTL_USER and ETCDCTL_PASSWORD")
         if parts.path not in ("", "/") or parts.query or parts.fragment:
             raise SettingsError(f"{where}: expected only hosts and ports, such as etcd://host:2379,host2:2379")
         user, password = _user(environ)

@@ -171,7 +171,7 @@ class StoreFile(Resource):
     def write(
         self, before: Callable[[sqlite3.Connection], object] = lambda connection: None
     ) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that writes. Expired leases are deleted first, after `before` was called."""
+        """Run a transaction that writes. It calls `before`, then deletes expired leases."""
         with self._transaction(reads=False) as connection:
             before(connection)
             over = "expires <= :now OR expires > :now + ttl_s"
@@ -181,16 +181,16 @@ class StoreFile(Resource):
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that reads the state at its beginning; expired leases may still be there.
+        """Run a transaction that reads the state as of its beginning, possibly with expired leases.
 
-        Look at the clock inside: compared with an earlier time, a lease renewed in between would end later than it can.
+        Read the clock inside it: compared with an earlier time, a lease renewed in between would end later than it can.
         """
         with self._transaction(reads=True) as connection:
             connection.execute("SELECT revision FROM state").fetchone()  # SQLite begins at the first read
             yield connection
 
     def data_version(self) -> tuple[int, SqliteFile, int]:
-        """Return what changes with a write of another connection, or when the file is replaced; cheap."""
+        """Return a value that changes when another connection writes or the file is replaced; cheap."""
         self._check()
         with self._taken() as file, file.translated():
             return self._replaced, file, file.sqlite.execute("PRAGMA data_version").fetchone()[0]
@@ -226,7 +226,7 @@ class StoreFile(Resource):
                     file.close()
         try:
             return self._connect()
-        except SettingsError as exc:  # it was fine when this was opened, so it may be again
+        except SettingsError as exc:  # the file was usable when this was opened, so it may be again
             raise DiscoveryError(str(exc)) from exc
 
     def _give(self, file: SqliteFile) -> None:
@@ -234,7 +234,7 @@ class StoreFile(Resource):
             file.close()
             return
         self._idle.append(file)
-        if self._closed:  # perhaps `_release` ran before it was back
+        if self._closed:  # `_release` may have run before it was returned
             self._release()
 
     def _connect(self) -> SqliteFile:
@@ -251,18 +251,18 @@ class StoreFile(Resource):
         return file
 
     def _discard(self, file: SqliteFile, changed: str | None) -> None:
-        """Remove a file that connections can no longer agree on; its users go over to its successor."""
+        """Remove a file that connections can no longer agree on; its users switch to its successor."""
         if not changed:
             return
         try:
             removed = file.discard()
         except OSError as exc:
             raise DiscoveryError(
-                f"{file}: {changed}, and what is left cannot be removed: {exc.strerror}."
-                " Remove the file, and it is created again"
+                f"{file}: {changed}, and the remaining file cannot be removed: {exc.strerror}."
+                " Remove it, and EDL creates it again"
             ) from exc
         if removed:
-            logger.warning("%s: %s; it is created again, and all register again", file, changed)
+            logger.warning("%s: %s; the file is created again, and all register again", file, changed)
 
     @staticmethod
     def _end_earlier_boot(file: SqliteFile) -> None:
@@ -284,7 +284,7 @@ class StoreFile(Resource):
     def _release(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
-                self._idle.pop().close()  # one that is in use ends when its transaction does
+                self._idle.pop().close()  # a connection in use closes when its transaction ends
 
 
 class RowClaim(Claim):
@@ -360,10 +360,10 @@ class _FileFollower(Follower[Entries]):
 
 
 def _read_entries(connection: sqlite3.Connection, prefix: str) -> tuple[list[Entry], float]:
-    """Return all entries under `prefix`, sorted, and when the first of their leases ends unless it is renewed."""
+    """Return all entries under `prefix`, sorted, and when the first of their leases ends unless renewed."""
     now = time.monotonic()
     rows = connection.execute(
-        # U+10FFFF sorts behind every other character, in UTF-8 as well, so that the range is the prefix.
+        # U+10FFFF sorts after every other character, also in UTF-8, so the range is the prefix.
         f"SELECT key, value, version, expires FROM {_VISIBLE} AND key >= :first AND key < :last ORDER BY key",
         {"now": now, "first": prefix, "last": prefix + "\U0010ffff"},
     ).fetchall()
@@ -372,7 +372,7 @@ def _read_entries(connection: sqlite3.Connection, prefix: str) -> tuple[list[Ent
 
 
 def _next_revision(connection: sqlite3.Connection) -> int:
-    """Tell watchers that something has changed, and return the new revision."""
+    """Notify watchers of a change, and return the new revision."""
     connection.execute("UPDATE state SET revision = revision + 1")
     return int(connection.execute("SELECT revision FROM state").fetchone()[0])
 
@@ -381,4 +381,4 @@ def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return ""  # a system without it has the second condition of `write` only
+        return ""  # a system without it relies on the second condition of `write`

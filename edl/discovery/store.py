@@ -1,22 +1,22 @@
 """A store: small state that processes share, with leases, compare-and-set, watches and elections.
 
 `open_store` opens EDL's own stores. To add one, subclass `Store`: a backend implements the seven methods from `grant`
-to `follow`. The rest is the same for all stores: checks of arguments, leases that are kept renewed, watches and
-elections. `edl.discovery.registry` keeps services in any store by the same seven methods.
-`tests/fast/discovery/conformance` checks every store for what is promised here.
+to `follow`. The rest is the same for all stores: argument checks, lease renewal, watches and
+elections. `edl.discovery.registry` keeps services in any store through the same seven methods.
+`tests/fast/discovery/conformance` checks that every store keeps the promises below.
 
-These hold for every class below, unless a method says otherwise:
+These rules apply to every class below, unless a method says otherwise:
 
-- **Threads.** All methods may be called from several threads at the same time.
+- **Threads.** All methods are thread-safe.
 - **Signals.** A signal handler or finalizer may call `close` in the middle of any other call, even of the thread that
   it interrupts: `close` waits for no lock that the interrupted thread may hold.
 - **Forks.** A child of the process that opened the object must not use it: methods raise `ClosedError`, and `close`
   does nothing, so that the child ends neither the parent's leases nor its connections.
 - **Closing.** `close` of a store first closes its leases, watches and elections. After `close`, methods raise
-  `ClosedError`, except where a method says what it returns then.
-- **Deadlines.** A call that asks the store takes at most about the `timeout_s` of `open_store` (5 s by default), and
-  then raises `DiscoveryError`. Nothing else waits without a `timeout_s` of its own.
-- **Impossible values**, which no store could hold, raise `SettingsError` before the store is asked.
+  `ClosedError`, unless a method documents a return value for that case.
+- **Deadlines.** A call that queries the store takes at most about the `timeout_s` of `open_store` (5 s by default), and
+  then raises `DiscoveryError`. No other call waits without its own `timeout_s`.
+- **Impossible values**, which no store could hold, raise `SettingsError` before any request to the store.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ log = logging.getLogger("edl.discovery")
 MAX_VALUE_BYTES: Final = 256 * 1024
 """Consul's transactions, which make compare-and-set atomic, take 512 KiB of JSON with the value in base64."""
 MAX_KEY_CHARS: Final = 512
-"""Consul's limit, kept everywhere so that a program that runs on one store runs on the others."""
+"""Consul's limit, enforced everywhere so that a program works the same on every store."""
 RENEWALS: Final = 4
 """Renewals per lease length: three may fail before the lease expires."""
 _RETRY_S: Final = 0.5
-"""The longest wait before a failed renewal is tried again, so that all are back soon after a store restarts."""
+"""The longest wait before a failed renewal is retried, so that all recover soon after a store restarts."""
 _CAMPAIGN_S: Final = 0.2
-"""Wait after a failed attempt to lead: a job without a leader stands still, and an attempt is three small requests."""
+"""Wait after a failed attempt to lead: a job without a leader stalls, and an attempt is only three small requests."""
 
 
 def check_key(key: str) -> str:
@@ -74,21 +74,21 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_value(value: bytes) -> bytes:
-    """Return `value` if it is bytes, and no more than `MAX_VALUE_BYTES`.
+    """Return `value` if it is at most `MAX_VALUE_BYTES` bytes.
 
     Raises:
-        SettingsError: It is not.
+        SettingsError: `value` is not bytes, or is too large.
     """
     if not isinstance(value, bytes):
         raise SettingsError(f"a store value must be bytes, not {type(value).__name__}")
     if len(value) > MAX_VALUE_BYTES:
-        raise SettingsError(f"a store value has at most {MAX_VALUE_BYTES:,} bytes, not {len(value):,}")
+        raise SettingsError(f"a store value may have at most {MAX_VALUE_BYTES:,} bytes, not {len(value):,}")
     return value
 
 
 def _check_text(text: str) -> str:
     if not text.isprintable() or len(text) > MAX_KEY_CHARS:
-        raise SettingsError(f"store key {text!r:.80}: at most {MAX_KEY_CHARS} printable characters are possible")
+        raise SettingsError(f"store key {text!r:.80}: expected at most {MAX_KEY_CHARS} printable characters")
     return text
 
 
@@ -99,18 +99,18 @@ def retry_s(ttl_s: float) -> float:
 
 def held_by_another(key: str) -> ConflictError:
     """Return the error for a write of a key that belongs to another lease."""
-    return ConflictError(f"key {key!r} is held by another lease: it can be written with that one only")
+    return ConflictError(f"key {key!r} is held by another lease: only that lease can write it")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A key with its value at a moment.
+    """A key with its value at one moment.
 
     Attributes:
         key: The key, as it was written.
         value: Its value, up to 256 KiB.
-        version: What `Store.compare_and_set` and `Store.delete` compare, 1 or more. Every write in a store has a
-            larger version than the writes before it, of any key, until the store loses its memory.
+        version: The number that `Store.compare_and_set` and `Store.delete` compare, at least 1. Every write in a store
+            has a larger version than all writes before it, of any key, until the store loses its data.
     """
 
     key: str
@@ -123,12 +123,12 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True)
 class StoreSnapshot:
-    """All entries under a prefix at a moment.
+    """All entries under a prefix at one moment.
 
     Attributes:
         entries: The entries by key. Complete: a key that is missing did not exist.
-        stale: Empty while the store answers. Otherwise the reason why it does not, and `entries` are those known last
-            (none if the store has not answered yet).
+        stale: Empty while the store answers. Otherwise the reason why it does not; `entries` are then the last
+            known ones (none if the store has not answered yet).
     """
 
     entries: Entries
@@ -138,13 +138,13 @@ class StoreSnapshot:
 class StoreWatch(FollowedWatch[Entries, StoreSnapshot]):
     """Snapshots of a prefix as it changes.
 
-    - The first `get` returns the present state as soon as the store has answered, even if it is empty.
+    - The first `get` returns the current state as soon as the store has answered, even if it is empty.
     - A change is seen within about 0.2 s of the write on a store that answers. Changes are not queued: a watcher that
       falls behind gets the newest snapshot, and a change that was undone before `get` looked is not seen. A key that is
-      deleted and written again has another version.
+      deleted and written again has a new version.
     - Snapshots follow the order of writes: none shows an older state than the one before, unless the store has lost
-      its memory.
-    - While the store cannot be reached, a snapshot has `stale` set and the entries known last. The watch goes on by
+      its data.
+    - While the store cannot be reached, a snapshot has `stale` set and the last known entries. The watch retries by
       itself: when the store answers again, a snapshot with `stale` empty follows.
     - If several threads call `get`, each snapshot may go to only one of them.
 
@@ -162,10 +162,10 @@ class StoreWatch(FollowedWatch[Entries, StoreSnapshot]):
 
 
 class Claim(abc.ABC):
-    """A lease in a backend, which lasts only as long as it is renewed. Its methods may raise DiscoveryError.
+    """A lease in a backend, which lasts only while it is renewed. Its methods may raise DiscoveryError.
 
     Attributes:
-        granted: A monotonic time before it was granted, so that the holder's clock runs ahead of the backend's.
+        granted: A monotonic time just before it was granted, so that the holder's clock runs ahead of the backend's.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Claim(abc.ABC):
 
     @abc.abstractmethod
     def withdraw(self) -> None:
-        """End it now, with its keys, and release what this object holds. Called once."""
+        """End the lease now, with its keys, and release this object's resources. Called once."""
 
 
 class Lease(Resource):
@@ -187,7 +187,7 @@ class Lease(Resource):
     and deletes its keys. If the store does not answer then, a warning is logged, and the lease expires by itself.
 
     Args:
-        claim: Granted by the backend just now.
+        claim: Just granted by the backend.
         ttl_s: Seconds after the last renewal until it expires.
     """
 
@@ -203,15 +203,15 @@ class Lease(Resource):
 
     @property
     def lost(self) -> bool:
-        """Whether the lease has expired or may have, and its keys with it.
+        """Whether the lease, and its keys with it, has expired or may have.
 
-        Compares clocks of this process only, and asks the store nothing. The holder's clock starts when it asks for a
+        Uses only this process's clock, and sends no request. The holder's clock starts when it asks for a
         renewal, the store's when it answers, so the holder notices first. Once True it stays True, even after the
         whole process was paused; ask for a new lease then. True after `close`.
         """
         if not self._closed:
             self._check_process()
-        # Looks at the clock every time: after a pause of the process, the thread may not have noticed yet.
+        # Checks the clock every time: after a pause of the process, the thread may not have noticed yet.
         if self._closed or time.monotonic() >= self._expires:
             self._forfeited = True
         return self._forfeited
@@ -220,14 +220,14 @@ class Lease(Resource):
     def late_at(self) -> float:
         """When a renewal was last late, in seconds of `time.monotonic()`: -inf if never, now while one is late.
 
-        A renewal is late if it comes more than half the lease length after the one before. Whatever delayed it, a store
-        that is away or a machine that stood still, may also have ended the leases of others who are alive.
+        A renewal is late if it follows the previous one by more than half the lease length. Its cause, such as an
+        unreachable store or a stalled machine, may also have ended the leases of live processes.
         """
         self._record_lateness()
         return self._late_at
 
     def forfeit(self) -> None:
-        """Note that the store says that the lease is gone."""
+        """Record that the store reports the lease as expired."""
         self._forfeited = True
 
     def _record_lateness(self) -> None:
@@ -237,7 +237,7 @@ class Lease(Resource):
 
     def _step(self) -> float | None:
         asked = time.monotonic()
-        if asked < self._renew_at:  # it has just been granted
+        if asked < self._renew_at:  # just granted
             return self._renew_at - asked
         if self.lost:
             return None
@@ -258,20 +258,20 @@ class Lease(Resource):
         try:
             self.claim.withdraw()
         except (DiscoveryError, ClosedError) as exc:  # another thread may close the store at this moment
-            log.warning("a lease could not be given up, it expires within %g s: %s", self._ttl_s, exc)
+            log.warning("a lease could not be ended; it expires within %g s: %s", self._ttl_s, exc)
 
 
 class Election(Resource):
     """A candidate for a name; at most one candidate leads at a time.
 
-    A background thread campaigns: it creates the key `elections/NAME` under a lease of its own whenever that key does
-    not exist. A candidate that lost its lease campaigns again by itself, also after its store was away. `close` steps
-    down, and another candidate leads about a second later at most, on a store that answers.
+    A background thread campaigns: it creates the key `elections/NAME` under its own lease whenever that key does
+    not exist. A candidate that lost its lease campaigns again by itself, even after an outage of the store. `close`
+    steps down, and another candidate leads within about a second, on a store that answers.
 
     Args:
-        store: Where the candidates compete.
-        name: What they compete for.
-        value: Tells others who leads.
+        store: The store in which the candidates compete.
+        name: The name that they compete for.
+        value: Tells others which candidate leads.
         ttl_s: Length of the candidate's lease in seconds.
     """
 
@@ -282,7 +282,7 @@ class Election(Resource):
         self._value = value
         self._ttl_s = ttl_s
         self._lease: Lease | None = None
-        self._written: int | None = None  # the version of the key that this candidate wrote, under its present lease
+        self._written: int | None = None  # the version of the key that this candidate wrote, under its current lease
         self._leads = False
         self._changed = Notifier()  # a signal handler may close this in the middle of `wait`
         self._watch: StoreWatch = self._own(store.watch(self._key))
@@ -290,10 +290,10 @@ class Election(Resource):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this candidate leads now; asks the store nothing.
+        """Whether this candidate leads now; sends no request.
 
         False from the moment its lease may have expired, before any other candidate can lead. Check it before every
-        write that only a leader may make. A write that takes longer than the rest of the lease may still come late, so
+        write that only a leader may make. A write that takes longer than the rest of the lease may still be late, so
         use `compare_and_set` for it. False after `close`.
         """
         if not self._closed:
@@ -302,10 +302,10 @@ class Election(Resource):
         return self._leads and lease is not None and not lease.lost and not self._closed
 
     def leader(self) -> bytes | None:
-        """Ask the store who leads.
+        """Ask the store which candidate leads.
 
         Returns:
-            The value that the leader campaigns with; None while no candidate leads.
+            The leader's `value`; None while no candidate leads.
 
         Raises:
             DiscoveryError: The store cannot be reached.
@@ -335,8 +335,8 @@ class Election(Resource):
             return _CAMPAIGN_S
         except ClosedError:  # the store is being closed, and this candidate with it
             return None
-        # The watch only wakes this thread; the store itself is asked for the state. A key that came and went between
-        # two looks is missed by the watch, hence a second at most.
+        # The watch only wakes this thread, which then reads the state from the store. The watch misses a key that was
+        # created and deleted between two checks, so wait at most a second.
         self._watch.get(min(self._ttl_s / 4, 1.0))
         return 0.0
 
@@ -347,14 +347,14 @@ class Election(Resource):
             self._lease = self._store.lease(self._ttl_s)
         entry = self._store.get(self._key)
         if entry is not None:
-            # Also after a look that did not find it: a server that has just started may answer with an older state.
+            # Also if a check did not find it before: a server that has just started may answer with an older state.
             self._set_leads(entry.version == self._written)
             return
         self._leads = False
         try:
             entry = self._store.compare_and_set(self._key, self._value, None, self._lease)
         except DiscoveryError:
-            # The write may have happened all the same, and then no process would know who leads: give up the key with
+            # The write may still have happened, and then no process would know the leader: give up the key with
             # its lease.
             self._drop_lease()
             raise
@@ -385,12 +385,12 @@ class Store(Resource, abc.ABC):
     """Keys and values that processes on several machines share.
 
     A key is text of at most 512 printable characters: one or more parts with single slashes between them, none of them
-    empty, `.` or `..`. A value is `bytes`, 256 KiB at most. A prefix is the beginning of a key and need not end with a
+    empty, `.` or `..`. A value is `bytes`, at most 256 KiB. A prefix is the beginning of a key and need not end with a
     slash; all keys begin with the empty prefix. EDL keeps elections below `elections/`, and on all stores but Consul
     its registry of services below `registry/`.
 
-    A key that was written with a lease belongs to it: while the lease lives, only a write that names it can change the
-    key, and the key goes when the lease does. Any process may delete it.
+    A key that was written with a lease belongs to it: while it is live, only a write that names it can change the
+    key, and the key is deleted when the lease ends. Any process may delete it.
 
     Every write is atomic, and a read that begins after a write returned sees it, from any process. (Consul, while it
     elects a new leader, may answer a read with a slightly older state.)
@@ -402,8 +402,8 @@ class Store(Resource, abc.ABC):
         """Make a lease that keys can belong to, and renew it until it is closed.
 
         Args:
-            ttl_s: Seconds after the last renewal until the lease expires, 0.5 to 86,400. If this process dies, others
-                see its keys gone about that long after. (etcd counts whole seconds, rounded up.)
+            ttl_s: Seconds after the last renewal until the lease expires, 0.5 to 86,400. If this process dies, its keys
+                disappear about that much later. (etcd counts whole seconds, rounded up.)
 
         Returns:
             The lease.
@@ -435,13 +435,13 @@ class Store(Resource, abc.ABC):
         """Read all keys under a prefix, as they were at one moment.
 
         Args:
-            prefix: What the keys begin with.
+            prefix: The beginning of the keys.
 
         Returns:
             Their entries, sorted by key; empty if there are none.
 
         Raises:
-            DiscoveryError: The store cannot be reached. Never answered with an empty list.
+            DiscoveryError: The store cannot be reached; an outage never gives an empty list.
         """
         self._check()
         return [*self.read_all(check_prefix(prefix))]
@@ -452,7 +452,7 @@ class Store(Resource, abc.ABC):
         Args:
             key: The key.
             value: Its new value.
-            lease: A lease of this store, which the key belongs to from now on; None for a key that stays until it is
+            lease: A lease of this store that the key will belong to; None for a key that stays until it is
                 deleted.
 
         Returns:
@@ -466,7 +466,7 @@ class Store(Resource, abc.ABC):
         """
         entry = self._write(key, value, None, lease)
         if entry is None:
-            raise DiscoveryError(f"{self!r} compared a version, which it was not asked to")
+            raise DiscoveryError(f"{self!r} compared a version without being asked to")
         return entry
 
     def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
@@ -479,8 +479,8 @@ class Store(Resource, abc.ABC):
             lease: As for `put`.
 
         Returns:
-            The new entry; None if the key has another version, exists unexpectedly, or is gone. Then nothing was
-            written.
+            The new entry; None, with nothing written, if the key has a different version, exists unexpectedly, or does
+            not exist.
 
         Raises:
             LeaseLostError: `lease` is lost.
@@ -488,7 +488,7 @@ class Store(Resource, abc.ABC):
             SettingsError: `lease` is another store's.
             DiscoveryError: The store cannot be reached.
         """
-        if version is not None and version < 1:  # no key has that version, and 0 would tell `write` another thing
+        if version is not None and version < 1:  # no key has that version, and 0 has a special meaning to `write`
             self._check()
             check_key(key)
             check_value(value)
@@ -531,13 +531,13 @@ class Store(Resource, abc.ABC):
     def watch(self, prefix: str) -> StoreWatch:
         """Follow all keys under a prefix until the watch is closed.
 
-        Does not wait for the store, and does not fail while it is away: the snapshots say so in `stale`.
+        Does not wait for the store, and does not fail while it is unreachable: snapshots report that in `stale`.
 
         Args:
-            prefix: What the keys begin with.
+            prefix: The beginning of the keys.
 
         Returns:
-            The watch, which has a thread of its own.
+            The watch, which has its own thread.
         """
         self._check()
         return self._own(StoreWatch(self.follow(check_prefix(prefix))))
@@ -546,8 +546,8 @@ class Store(Resource, abc.ABC):
         """Campaign for a name in the background, until the election is closed. Does not wait for the store.
 
         Args:
-            name: What the candidates compete for; must be a legal key.
-            value: Tells others who leads.
+            name: The name that the candidates compete for; must be a legal key.
+            value: Tells others which candidate leads.
             ttl_s: Seconds after which another candidate may lead if the leader dies; as for `lease`.
 
         Returns:
@@ -556,7 +556,7 @@ class Store(Resource, abc.ABC):
         self._check()
         return self._own(Election(self, name, check_value(value), check_ttl(ttl_s)))
 
-    # --- What a backend implements. Arguments have been checked; what is raised is one of EDL's errors. ---
+    # --- Implemented by a backend. Arguments are already checked; errors must be EDL's. ---
 
     @abc.abstractmethod
     def grant(self, ttl_s: float) -> Claim:
@@ -571,7 +571,7 @@ class Store(Resource, abc.ABC):
         """Return whether this store can use a claim.
 
         Args:
-            claim: Granted by some store, perhaps of another server or file.
+            claim: Granted by any store, possibly on a different server or file.
         """
 
     @abc.abstractmethod
@@ -587,7 +587,7 @@ class Store(Resource, abc.ABC):
         """Return all entries under a prefix, sorted by key.
 
         Args:
-            prefix: What the keys begin with.
+            prefix: The beginning of the keys.
         """
 
     @abc.abstractmethod
@@ -598,10 +598,10 @@ class Store(Resource, abc.ABC):
             key: The key.
             value: Its value.
             expected: The version that the key must have; 0 if it must not exist, None for any.
-            claim: The lease that the key belongs to from now on; None for no lease.
+            claim: The lease that the key will belong to; None for no lease.
 
         Returns:
-            The new entry; None if the key has another version.
+            The new entry; None if the key has a different version.
 
         Raises:
             ConflictError: Another claim holds the key.
@@ -621,7 +621,7 @@ class Store(Resource, abc.ABC):
         """
 
     def series(self) -> Iterable[tuple[str, Sequence[Mapping[str, float]]]]:
-        """Read the figures of the last hours, which the process of `edl store` keeps; other stores have none.
+        """Read the metrics of the last hours, which an `edl store` process keeps; other stores have none.
 
         Returns:
             Names of series, each with its points, oldest first: values by field, of which "t" is the wall clock, and
@@ -634,8 +634,8 @@ class Store(Resource, abc.ABC):
 
     @abc.abstractmethod
     def follow(self, prefix: str) -> Follower[Entries]:
-        """Return what follows all keys under a prefix. Does not wait for the backend.
+        """Return a follower of all keys under a prefix. Does not wait for the backend.
 
         Args:
-            prefix: What the keys begin with.
+            prefix: The beginning of the keys.
         """

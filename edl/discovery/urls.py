@@ -1,6 +1,6 @@
-"""From a URL to a registry or a store. A backend is imported when a URL names it, never before.
+"""Opens a registry or a store by URL. A backend is imported only when a URL names it.
 
-A further backend needs its scheme in `_SCHEMES` and `_ACCEPTED`, its port in `_PORTS`, and a branch in `_open`.
+A new backend needs its scheme in `_SCHEMES` and `_ACCEPTED`, its port in `_PORTS`, and a branch in `_open`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from edl.errors import SettingsError
 from edl.settings import Credentials
 
 _ACCEPTED: Final = (
-    "accepted are sqlite:///absolute/path/to/file, edl://host:29400, consul://host:8500 and"
+    "expected sqlite:///absolute/path/to/file, edl://host:29400, consul://host:8500 and"
     " etcd://host:2379,host2:2379 (consul+https:// and etcd+https:// for TLS)"
 )
 KUBERNETES_GONE: Final = (
-    "kubernetes:// is no longer supported: run a store in the cluster (the chart does, or `edl store`), and name it"
+    "kubernetes:// is no longer supported: run a store in the cluster (with the chart or `edl store`), and name it as"
     " edl://NAME.NAMESPACE:29400, such as edl://edl-store.edl:29400"
 )
 _CONSUL: Final = ("consul", "consul+https")
@@ -33,12 +33,12 @@ _PORTS: Final = {"consul": 8500, "consul+https": 8501, "etcd": 2379, "etcd+https
 def open_registry(url: str, *, timeout_s: float = 5.0, credentials: Credentials | None = None) -> Registry:
     """Open the registry that `url` names.
 
-    A registry lies in the store that the URL names, and takes the same arguments as `open_store`. In Consul, services
+    A registry is kept in the store at the URL, and takes the same arguments as `open_store`. In Consul, services
     are Consul's own, with a health check, so its UI and its DNS show them; `?dc=NAME` reads from another datacenter.
 
     Args:
-        url: Where the registry is.
-        timeout_s: Seconds that a request may take before it is an error.
+        url: Location of the registry.
+        timeout_s: Seconds that a request may take before it fails.
         credentials: As for `open_store`.
 
     Returns:
@@ -62,22 +62,22 @@ def open_registry(url: str, *, timeout_s: float = 5.0, credentials: Credentials 
 
 
 def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | None = None) -> Store:
-    """Open the store that `url` names. Opening a store on a server does not ask it anything.
+    """Open the store that `url` names. Opening a store on a server sends no request.
 
     - `sqlite:///absolute/path`: a file, for all processes of a machine; created if missing, with its folder.
     - `edl://host:port`: a store that another process serves (`edl store`, or an agent of `edl run --rdzv-endpoint`).
-    - `consul://host:port`: a Consul agent, best the one on this machine; `consul+https://` speaks TLS. The token and
+    - `consul://host:port`: a Consul agent, preferably the local one; `consul+https://` speaks TLS. The token and
       certificates come from Consul's own variables (`CONSUL_HTTP_TOKEN`, `CONSUL_CACERT`, ...), never from the URL,
-      which is logged. All keys lie in the folder `edl/`.
-    - `etcd://host:port,host2:port`: members of an etcd cluster, of which the first that answers is asked; `etcd+https://`
+      which is logged. All keys are in the folder `edl/`.
+    - `etcd://host:port,host2:port`: members of an etcd cluster; the first that answers is used. `etcd+https://`
       speaks TLS. User and certificates come from the variables of etcd's own command line (`ETCDCTL_USER`,
-      `ETCDCTL_PASSWORD`, `ETCDCTL_CACERT`, ...). All keys lie below `edl/store/`.
+      `ETCDCTL_PASSWORD`, `ETCDCTL_CACERT`, ...). All keys are below `edl/store/`.
 
     Args:
-        url: Where the store is.
-        timeout_s: Seconds that a request may take before it is an error.
+        url: Location of the store.
+        timeout_s: Seconds that a request may take before it fails.
         credentials: Mutual TLS with an `edl://` server, if CA, certificate and key are set, and a token for it. None
-            for those of the environment (`EDL_TLS_CA`, ...).
+            for the credentials in the environment (`EDL_TLS_CA`, ...).
 
     Returns:
         The store, which the caller closes.
@@ -113,9 +113,9 @@ def _open(scheme: str, parts: SplitResult, url: str, timeout_s: float, credentia
 def identify_store(url: str) -> str:
     """Return the same text for URLs of the same store that differ only in spelling; other text is returned as it is.
 
-    These differences do not count: the case of a host, the scheme's own port, the order of etcd's members, a slash at
-    the end, characters that `urlsplit` drops. Hosts are not resolved, and members of etcd that are named alone are not
-    known to be of one cluster.
+    It ignores differences in the case of a host, the scheme's own port, the order of etcd's members, a slash at the
+    end, and characters that `urlsplit` drops. Hosts are not resolved, and etcd members that are named alone are not
+    recognized as one cluster.
     """
     try:
         parts = urlsplit(url)
@@ -152,7 +152,7 @@ def servers_of(url: str) -> list[tuple[str, int | None]]:
 def _split(url: str, timeout_s: float) -> tuple[str, SplitResult]:
     if not 0 < timeout_s < float("inf"):
         raise SettingsError(f"timeout_s={timeout_s!r}: must be a finite number above 0")
-    # A user may have put a token into it, so what is shown ends before the query and begins after an "@".
+    # A user may have put a token into it, so show only the part after an "@" and before the query.
     shown = re.sub(r"//[^/]*@", "//", url.partition("?")[0])
     try:
         parts = urlsplit(url)
@@ -168,7 +168,7 @@ def _split(url: str, timeout_s: float) -> tuple[str, SplitResult]:
 def _path(url: str, parts: SplitResult) -> str:
     path = unquote(parts.path)
     if parts.netloc or parts.query or parts.fragment:
-        raise SettingsError(f"discovery URL {url!r}: a path after sqlite:/// and nothing else is expected; {_ACCEPTED}")
+        raise SettingsError(f"discovery URL {url!r}: only a path may follow sqlite:///; {_ACCEPTED}")
     if not path.startswith("/") or path.endswith("/") or "\0" in path:
         raise SettingsError(f"discovery URL {url!r}: {path!r} is not the absolute path of a file; {_ACCEPTED}")
     return "/" + path.lstrip("/")  # sqlite:////path, as other programs write it, means the same

@@ -1,7 +1,7 @@
-"""Watches: a thread follows a backend and keeps the newest state, which `get` hands out.
+"""Watches: a thread follows a backend and keeps the newest state, which `get` returns.
 
-A backend says how to follow it by a `Follower`. The thread, its retries and what a reader sees during an outage are the
-same for all backends.
+A backend implements a `Follower`. The thread, its retries and the behaviour during an outage are the same for all
+backends.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ QUERY_S = 10.0
 """How long a server may hold a blocking query. If it hangs, a watch notices after this and a request's timeout."""
 _FIRST_RETRY_S: Final = 0.2
 _LAST_RETRY_S: Final = 1.0
-"""Waits after the first failure and after many: a restarted server is found within a second, at one request each."""
+"""Waits after the first failure and after many: a restarted server is found within a second, with one request each."""
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class Snapshots(Resource, abc.ABC, Generic[S]):
-    """States of something that changes, until it is closed."""
+    """Snapshots of a changing state, until this is closed."""
 
     @abc.abstractmethod
     def get(self, timeout_s: float | None = None) -> S | None:
-        """Wait for a snapshot that differs from the one returned last.
+        """Wait for a snapshot that differs from the last one returned.
 
         Args:
-            timeout_s: Seconds to wait; 0 looks without waiting, None waits as long as it takes.
+            timeout_s: Seconds to wait; 0 returns at once, None waits as long as it takes.
 
         Returns:
             The newest snapshot; None if `timeout_s` passed without a change, or the watch was closed, by itself or with
@@ -51,17 +51,17 @@ class Snapshots(Resource, abc.ABC, Generic[S]):
 
 
 class Follower(abc.ABC, Generic[T]):
-    """Follows something in a backend, over a connection of its own; one thread calls `next`.
+    """Follows a state in a backend, over its own connection; one thread calls `next`.
 
     Attributes:
-        pause_s: Seconds that the watch waits between two calls, so that one query reads several quick changes together.
+        pause_s: Seconds that the watch waits between two calls, so that one query covers several quick changes.
     """
 
     pause_s: ClassVar[float] = 0.0
 
     @abc.abstractmethod
     def next(self, wait_s: float | None) -> T:
-        """Return the state: at once the first time and after an error, then when it may have changed.
+        """Return the state: at once on the first call and after an error, otherwise when it may have changed.
 
         Args:
             wait_s: Seconds after which to return in any case; None for whatever suits the backend.
@@ -73,11 +73,11 @@ class Follower(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End a call of `next` that is under way, and release the connection."""
+        """End a pending call of `next`, and release the connection."""
 
 
 def query_wait_s(wait_s: float | None) -> float:
-    """Return how long a blocking query should be held, given what `Follower.next` was asked for."""
+    """Return how long a blocking query should be held, given the argument of `Follower.next`."""
     return round(QUERY_S if wait_s is None else min(QUERY_S, wait_s), 3)
 
 

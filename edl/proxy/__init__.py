@@ -1,7 +1,7 @@
 """A server that speaks the scoring part of vLLM's HTTP protocol, with the teachers of a service behind it.
 
-A trainer that knows a single teacher's URL gets elastic teachers by changing it: what is live, full, slow or lost is
-the business of `Scorer`, which this asks. Imports aiohttp (the extra `proxy`).
+A trainer that knows a single teacher's URL gets elastic teachers by changing it: the proxy leaves live, full, slow and
+lost teachers to `Scorer`. Imports aiohttp (the extra `proxy`).
 
 What does not belong here: asking teachers (`edl.distill.scoring`), listening (`edl.http_server`), and generation.
 """

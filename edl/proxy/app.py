@@ -1,7 +1,7 @@
-"""Routes of a proxy: who may ask, how many tokens are held at a time, and how vLLM's requests become a `Scorer`'s.
+"""Routes of a proxy: access checks, the limit on tokens held, and the translation of vLLM's requests to `Scorer`.
 
-Each route exists twice: for all models, and below `/NAME` for one of them, since some trainers know a teacher by its
-URL alone.
+Each route exists twice: for all models, and below `/NAME` for one of them, since some trainers know only a teacher's
+URL.
 
 What does not belong here: threads and sockets (`server`).
 """
@@ -56,25 +56,25 @@ logger = logging.getLogger(__name__)
 _READ_S: Final = 60.0
 """Deadline for a body: some megabytes over a slow line."""
 _WRITE_S: Final = 60.0
-"""Deadline for a client to take a piece: one that reads nothing must not hold its labels for ever."""
-_PIECE: Final = 256 << 10  # bytes: about what `PIECE_ENTRIES` have, and little enough for a slow line
+"""Deadline for a client to read a piece: one that reads nothing must not hold its labels for ever."""
+_PIECE: Final = 256 << 10  # bytes: about the size of `PIECE_ENTRIES`, and small enough for a slow line
 _READERS: Final = 32
-"""Bodies that are read at a time, each of which may have `body_limit`; smaller than `_SLOW_BODY` they do not count."""
+"""Bodies that are read at a time, each up to `body_limit`; those smaller than `_SLOW_BODY` do not count."""
 _BODY_BYTES: Final = 256 << 20
-"""Of these together: about what labels have unless the user says otherwise."""
-_PARSERS: Final = 2  # bodies that become Python's objects at a time, of up to 30 times the bytes
-_SLOW_BODY: Final = 64 << 10  # bytes: beyond, reading takes milliseconds, in which no one else would be answered
+"""Total size of these bodies: about the default size of labels."""
+_PARSERS: Final = 2  # bodies parsed at a time; the Python objects take up to 30 times the bytes
+_SLOW_BODY: Final = 64 << 10  # bytes: parsing a larger body blocks other requests for milliseconds
 _RETRY_S: Final = 5.0
-"""Until a client asks again where no teacher is live: one starts within seconds, or later than anybody can say."""
+"""Retry hint if no teacher is live: one may start within seconds, or at an unknown time."""
 _NO_STORE: Final = {"Cache-Control": "no-store", "Server": "edl", "X-Content-Type-Options": "nosniff"}
 
 _MOST_WAITING: Final = 16
 """Requests of the largest size whose ids may wait, 4 bytes a token: the excess is refused at once, so that its client
-tries another proxy, or later."""
+tries another proxy or retries later."""
 _MOST_REASON: Final = 300
-"""Characters of a reason phrase: clients take a status line of some thousand bytes at most."""
+"""Characters of a reason phrase: clients accept a status line of at most some thousand bytes."""
 _MOST_REASONS: Final = 200
-"""Reasons that are logged, each once: clients choose the words of some, and must not fill the disk."""
+"""Reasons that are logged, each once: clients control the text of some, and must not fill the disk."""
 _FULL_RETRY_S: Final = 1.0  # a request of the largest size takes seconds
 _SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """From a short prompt on an idle GPU to the longest batch behind a full queue."""
@@ -83,7 +83,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class TokenGate:
-    """Lets requests in while no more than `most` tokens are inside, the first first. Used on a single event loop."""
+    """Admits requests in order while at most `most` tokens are inside. Used on a single event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -93,19 +93,19 @@ class TokenGate:
 
     @contextlib.asynccontextmanager
     async def room(self, tokens: int, timeout_s: float) -> AsyncIterator[None]:
-        """Wait for room, and have it for the time of the block.
+        """Wait for room, and hold it for the duration of the block.
 
         Raises:
-            RequestRefusal: 413 for more tokens than are ever let in, 503 where too many wait, or for too long.
+            RequestRefusal: 413 for more tokens than are ever admitted, 503 if too many wait, or for too long.
         """
         if tokens > self._most:
             raise RequestRefusal(
                 413,
-                f"{tokens} tokens in a request, 16 at least of each prompt, and {self._most} are taken: send fewer "
+                f"a request of {tokens} tokens, at least 16 per prompt, exceeds the limit of {self._most}: send fewer "
                 "prompts (edl proxy --max-tokens)",
             )
         if self.waiting + tokens > _MOST_WAITING * self._most:
-            raise RequestRefusal(503, f"{self.waiting} tokens wait already", _FULL_RETRY_S)
+            raise RequestRefusal(503, f"{self.waiting} tokens are already waiting", _FULL_RETRY_S)
         await self._enter(tokens, timeout_s)
         try:
             yield
@@ -146,19 +146,19 @@ class _ProxyMetrics:
     def __init__(self, gate: TokenGate, registry: CollectorRegistry) -> None:
         self.registry = registry
         self._requests = Counter(
-            "edl_proxy_requests", "Requests for scores by status.", ["status"], registry=self.registry
+            "edl_proxy_requests", "Requests for scores, by status.", ["status"], registry=self.registry
         )
         self._tokens = Counter("edl_proxy_tokens", "Tokens that were scored and sent.", registry=self.registry)
         self._seconds = Histogram(
-            "edl_proxy_request_seconds", "Until the last byte was sent.", buckets=_SECONDS, registry=self.registry
+            "edl_proxy_request_seconds", "Time until the last byte was sent.", buckets=_SECONDS, registry=self.registry
         )
-        inside = Gauge("edl_proxy_tokens_held", "Asked of teachers or being sent.", registry=self.registry)
+        inside = Gauge("edl_proxy_tokens_held", "Tokens being scored or sent.", registry=self.registry)
         inside.set_function(lambda: gate.inside)
-        waiting = Gauge("edl_proxy_tokens_waiting", "Of requests that wait for room.", registry=self.registry)
+        waiting = Gauge("edl_proxy_tokens_waiting", "Tokens of requests that wait for room.", registry=self.registry)
         waiting.set_function(lambda: gate.waiting)
 
     def record(self, status: int, tokens: int, seconds: float) -> None:
-        """Count a request, and the tokens that were sent. A client that went away has status 499, as with nginx."""
+        """Count a request, and the tokens that were sent. A client that disconnected has status 499, as with nginx."""
         self._requests.labels(str(status)).inc()
         self._tokens.inc(tokens)
         if tokens:
@@ -169,7 +169,7 @@ class ScoringApi:
     """Answers requests through scorers."""
 
     def __init__(self, settings: ProxySettings, scorers: ScorerPool) -> None:
-        self.draining = False  # if so, nothing new is taken
+        self.draining = False  # if set, new requests are refused
         self.open_requests = 0
         self._settings = settings
         self._scorers = scorers
@@ -208,7 +208,7 @@ class ScoringApi:
 
     async def _read(self, request: web.Request, deadline: float) -> CompletionRequest:
         if self.draining:
-            raise RequestRefusal(503, "this proxy ends", _RETRY_S)
+            raise RequestRefusal(503, "this proxy is shutting down", _RETRY_S)
         known = self._asked(request), self._settings.top_k
         if request.content_length is not None and request.content_length <= _SLOW_BODY:
             return read_request(await _body_of(request, deadline), *known)
@@ -221,22 +221,22 @@ class ScoringApi:
         """Return the services that a URL names, by model; all of them if it names none."""
         services, name = self._settings.services, request.match_info.get("model")
         if name is not None and name not in services:
-            raise RequestRefusal(404, f"no model {quote(name)} for this URL; there is {listed(services)}")
+            raise RequestRefusal(404, f"no model {quote(name)} for this URL; available: {listed(services)}")
         return services if name is None else {name: services[name]}
 
     def _check_length(self, wanted: CompletionRequest) -> None:
-        """Refuse a prompt that is longer than a request may be; the scorer refuses what teachers do not take."""
+        """Refuse a prompt that exceeds a request's limit; the scorer refuses one that exceeds the teachers'."""
         longest, room = max(map(len, wanted.prompts)), self._settings.room
         most = self._scorers.first(wanted.model).max_sequence
         if longest <= room:
             return
         if most and most <= room:
-            raise RequestRefusal(400, f"a prompt has {longest} tokens, and the teachers take at most {most}")
-        words = f"a prompt has {longest} tokens, and this proxy takes {room} in a request (edl proxy --max-tokens)"
+            raise RequestRefusal(400, f"a prompt has {longest} tokens, but the teachers accept at most {most}")
+        words = f"a prompt has {longest} tokens, but this proxy accepts {room} per request (edl proxy --max-tokens)"
         raise RequestRefusal(413, words)
 
     async def _score(self, wanted: CompletionRequest, timeout_s: float) -> list[tuple[TopK, Any]]:
-        # Row t predicts token t + 1; a prediction of what follows the last token is not needed.
+        # Row t predicts token t + 1; the prediction after the last token is not needed.
         targets = [np.append(ids[1:], ids[:1])[:, None] for ids in wanted.prompts]
         key = ScorerKey(wanted.model, max(wanted.k, 1), wanted.temperature)
         try:
@@ -248,7 +248,7 @@ class ScoringApi:
     async def _send(
         self, request: web.Request, wanted: CompletionRequest, labels: list[tuple[TopK, Any]]
     ) -> web.StreamResponse:
-        """Send the choices as they are encoded: as a whole they may have gigabytes."""
+        """Send the choices as they are encoded: together they may take gigabytes."""
         response = web.StreamResponse(headers={"Content-Type": "application/json", **_NO_STORE})
         if self.draining:
             response.force_close()
@@ -273,15 +273,15 @@ class ScoringApi:
         found = []
         for name, service in self._asked(request).items():
             length = min(self._scorers.first(name).max_sequence or math.inf, self._settings.room)
-            # vLLM's has room for a token that is generated.
+            # vLLM's limit includes room for a generated token.
             model = {"id": name, "object": "model", "created": self._since, "owned_by": "edl", "root": service}
             found.append({**model, "parent": None, "max_model_len": length + 1})
         return web.json_response({"object": "list", "data": found}, headers=_NO_STORE)
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answer `GET /health`: a teacher of each service is live, and this does not end."""
+        """Answer `GET /health`: OK if each service has a live teacher and this proxy is not shutting down."""
         if self.draining:
-            raise RequestRefusal(503, "this proxy ends", _RETRY_S)
+            raise RequestRefusal(503, "this proxy is shutting down", _RETRY_S)
         for name, service in self._asked(request).items():
             stats = self._scorers.first(name).stats()
             if not stats.teachers_live:
@@ -295,11 +295,11 @@ class ScoringApi:
         return web.Response(headers=_NO_STORE)
 
     async def live(self, _: web.Request) -> web.Response:
-        """Answer `GET /livez`: this process lives."""
+        """Answer `GET /livez`: this process is alive."""
         return web.Response(text="ok\n", headers=_NO_STORE)
 
     async def world_size(self, _: web.Request) -> web.Response:
-        """Answer `GET /get_world_size`, which TRL's client asks for: there are no ranks to send weights to but this."""
+        """Answer `GET /get_world_size`, which TRL's client calls: this proxy is the only rank to send weights to."""
         return web.json_response({"world_size": 1}, headers=_NO_STORE)
 
     async def show_metrics(self, request: web.Request) -> web.Response:
@@ -315,13 +315,13 @@ def make_app(api: ScoringApi, hosts: HostCheck | None, tokens: TokenCheck | None
 
     @web.middleware
     async def checked(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        # Probes are answered under any name and without a token: a kubelet has neither, and vLLM's clients show none.
+        # Answer probes under any name and without a token: a kubelet has neither, and vLLM's clients send no token.
         probe = request.match_info.handler in (api.health, api.live)
         response = None if probe else _find_refusal(request, hosts, tokens)
         if response is None:
             response = await _answer(request, handler, api)
         if response.status >= 400 and not probe:
-            words = re.sub(r"\d+", "0", response.reason)  # lengths and addresses make no new reason
+            words = re.sub(r"\d+", "0", response.reason)  # different lengths and addresses count as the same reason
             if words not in logged and len(logged) < _MOST_REASONS:
                 logged.add(words)
                 logger.warning("refused with %d: %s (such refusals are logged once)", response.status, response.reason)
@@ -342,20 +342,20 @@ def make_app(api: ScoringApi, hosts: HostCheck | None, tokens: TokenCheck | None
 def _find_refusal(
     request: web.Request, hosts: HostCheck | None, tokens: TokenCheck | None
 ) -> web.StreamResponse | None:
-    """Return the answer to a client that may not ask; None if it may."""
+    """Return the refusal for a client without access; None if it has access."""
     if tokens is not None and not tokens.allows(request.headers.get("Authorization")):
         return _error(401, "token required: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
-    if "Origin" in request.headers:  # which a browser sends with what a page posts; no trainer does
-        return _error(403, "requests of web pages are refused")
+    if "Origin" in request.headers:  # browsers send it with a page's requests; trainers do not
+        return _error(403, "requests from web pages are refused")
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        return _error(415, "bodies are taken as they are: send it without Content-Encoding")
+        return _error(415, "compressed bodies are not accepted: send it without Content-Encoding")
     if hosts is not None and not hosts.allows(request.headers.get("Host")):
-        return _error(403, "not known under the name in the Host header: use localhost, or --allow-host NAME")
+        return _error(403, "unknown name in the Host header: use localhost, or --allow-host NAME")
     return None
 
 
 async def _answer(request: web.Request, handler: _Handler, api: ScoringApi) -> web.StreamResponse:
-    """Answer a request, with an error if that is what comes of it."""
+    """Answer a request, turning exceptions into error responses."""
     try:
         return await handler(request)
     except RequestRefusal as refusal:
@@ -365,9 +365,9 @@ async def _answer(request: web.Request, handler: _Handler, api: ScoringApi) -> w
             response.force_close()
         return response
     except web.HTTPNotFound:
-        words = f"{shown(request.path, 100)} is not here: this proxy scores prompts, POST /v1/completions"
+        words = f"{shown(request.path, 100)} does not exist here: this proxy only scores prompts, POST /v1/completions"
         if request.path.endswith("/infer/"):
-            words += "; ms-swift sends it token ids up to version 4.2, and chats since 4.3"
+            words += "; ms-swift up to 4.2 sends it token ids, and since 4.3 chats"
         return _error(404, words)
     except web.HTTPRequestEntityTooLarge:
         return _error(413, f"more than {api.body_limit} bytes: send fewer prompts (edl proxy --max-tokens)")
@@ -383,7 +383,7 @@ def _until(deadline: float) -> float:
 
 @contextlib.asynccontextmanager
 async def _turn(semaphore: asyncio.Semaphore, deadline: float, words: str) -> AsyncIterator[None]:
-    """Hold a semaphore; refuse with `words` where it is not free before the deadline."""
+    """Hold a semaphore; refuse with `words` if it is not free before the deadline."""
     try:
         await asyncio.wait_for(semaphore.acquire(), _until(deadline))
     except asyncio.TimeoutError:
@@ -399,11 +399,11 @@ async def _body_of(request: web.Request, deadline: float) -> bytes:
     try:
         return await asyncio.wait_for(request.read(), timeout_s)
     except asyncio.TimeoutError:
-        raise RequestRefusal(408, f"the body was not there within {timeout_s:.3g} s") from None
+        raise RequestRefusal(408, f"the body did not arrive within {timeout_s:.3g} s") from None
 
 
 def _refusal_of(error: EDLError) -> RequestRefusal:
-    """Return what a client is told where teachers do not score its prompts."""
+    """Return the refusal for a client whose prompts the teachers did not score."""
     words = str(error)
     if isinstance(error, RejectedError | SourceError | SettingsError):
         return RequestRefusal(400, words)
@@ -421,7 +421,7 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
     sent = {**_NO_STORE, "Content-Type": "application/json"}
     if headers:
         sent.update({name: text for name, text in headers.items() if name not in ("Content-Type", "Content-Length")})
-    # Many clients show the reason phrase alone, which is a line of ASCII.
+    # Many clients show only the reason phrase, which is a line of ASCII.
     reason = shown(message, _MOST_REASON).encode("ascii", "replace").decode()
     return web.Response(status=status, reason=reason, body=encode_error(status, message), headers=sent)
 
@@ -431,4 +431,4 @@ async def _write(response: web.StreamResponse, data: bytes) -> None:
         for at in range(0, len(data), _PIECE):
             await asyncio.wait_for(response.write(data[at : at + _PIECE]), _WRITE_S)
     except asyncio.TimeoutError:
-        raise ConnectionResetError(f"the client took nothing for {_WRITE_S:g} s") from None
+        raise ConnectionResetError(f"the client read nothing for {_WRITE_S:g} s") from None

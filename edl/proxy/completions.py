@@ -1,7 +1,7 @@
 """vLLM's completions protocol: the body of `POST /v1/completions`, checked, and the JSON of answers.
 
-A field that asks for something the proxy cannot do is refused by name. A field that means nothing where nothing is
-generated (penalties, `top_p`, `seed`, ...) is ignored. Position p of `prompt_logprobs` is the prediction OF
+A field that asks for something the proxy cannot do is refused by name. A field that matters only for generation
+(penalties, `top_p`, `seed`, ...) is ignored. Position p of `prompt_logprobs` is the prediction OF
 token p, which is row p - 1 of the labels; position 0 is null.
 """
 
@@ -23,16 +23,16 @@ _MAX_ID: Final = np.iinfo(np.int32).max
 _SINGLE: Final = ("n", "best_of")
 _CHANGING: Final = ("truncate_prompt_tokens", "prompt_embeds")
 """These would change the prompt."""
-_LEAST_WEIGHT: Final = 16  # tokens, whose labels have about the bytes of what is held by prompt besides
+_LEAST_WEIGHT: Final = 16  # tokens, whose labels take about as many bytes as the rest of a prompt's state
 PIECE_ENTRIES: Final = 4096
-"""Entries that are encoded at a time: milliseconds, in which no one else is answered, and some megabytes."""
+"""Entries that are encoded at a time: some megabytes, and milliseconds that block other requests."""
 _LEAST: Final = -9999.0
-"""In place of minus infinity, which JSON has not: vLLM writes the same."""
+"""Replaces minus infinity, which JSON lacks; vLLM writes the same."""
 _ERROR_TYPES: Final = {400: "BadRequestError", 401: "Unauthorized", 404: "NotFoundError"}
 
 
 class RequestRefusal(Exception):
-    """Raised for a request that is answered with an error: its status, what to change, and when to ask again."""
+    """Raised for a request that gets an error: its status, what to change, and when to retry."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -47,18 +47,18 @@ class CompletionRequest:
 
     model: str
     prompts: list[npt.NDArray[np.int32]]  # [tokens] each, at least one token
-    k: int  # entries of a position, besides the prompt's own token
+    k: int  # entries per position, besides the prompt's own token
     temperature: float = 1.0
     with_ids: bool = False  # whether the answer repeats the prompts' ids
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Total tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def weight(self) -> int:
-        """Tokens as they count for the memory that is held: of a prompt 16 at least."""
+        """Tokens as they count for memory: at least 16 per prompt."""
         return sum(max(len(ids), _LEAST_WEIGHT) for ids in self.prompts)
 
 
@@ -83,15 +83,15 @@ def _read_fields(fields: object, models: Collection[str], max_k: int) -> Complet
             400, f"model is missing: one of {listed(models)}, or its URL, such as /{next(iter(models))}"
         )
     model = next(iter(models)) if named is None else named
-    if model not in list(models):  # which takes values that cannot be hashed, too
-        raise RequestRefusal(404, f"the model {_shown(model)} does not exist; there is {listed(models)}")
+    if model not in list(models):  # a list also accepts unhashable values
+        raise RequestRefusal(404, f"the model {_shown(model)} does not exist; available: {listed(models)}")
     _refuse_generation(fields)
     k, with_ids = _k(fields, max_k), fields.get("return_token_ids") is True
     return CompletionRequest(model, _prompts(fields.get("prompt")), k, _temperature(fields), with_ids)
 
 
 def _refuse_generation(fields: Mapping[str, Any]) -> None:
-    """Refuse what only a server that generates can do."""
+    """Refuse fields that only a server that generates supports."""
     tokens = fields.get("max_tokens")
     if tokens is not None and (isinstance(tokens, bool) or tokens not in (0, 1)):
         raise RequestRefusal(
@@ -107,12 +107,12 @@ def _refuse_generation(fields: Mapping[str, Any]) -> None:
     for name in _CHANGING:
         value = fields.get(name)
         if value is not None and value is not False:
-            raise RequestRefusal(400, f"{name}: not known here: the ids of `prompt` are scored, all of them")
+            raise RequestRefusal(400, f"{name}: not supported: all ids of `prompt` are scored")
 
 
 def _temperature(fields: Mapping[str, Any]) -> float:
     temperature = fields.get("temperature")
-    # 0 is what clients send for the token that is generated and thrown away. It cannot be meant for the teacher.
+    # Clients send 0 for the generated token, which they discard. It cannot be meant for the teacher.
     if temperature is None or (temperature == 0 and not isinstance(temperature, bool)):
         return 1.0
     # With less than 0.01, a float32 could not hold log-probabilities.
@@ -125,10 +125,10 @@ def _temperature(fields: Mapping[str, Any]) -> float:
 def _k(fields: Mapping[str, Any], max_k: int) -> int:
     k, name = fields.get("prompt_logprobs"), "prompt_logprobs"
     if k is None:
-        # Of tokens that are generated; where none are, those of the prompt can be meant alone (ms-swift asks so).
+        # For generated tokens; without generation, it can only mean those of the prompt (ms-swift sends this).
         k, name = fields.get("logprobs"), "logprobs"
         if k is not None and fields.get("echo"):
-            raise RequestRefusal(400, "echo with logprobs: this proxy answers in prompt_logprobs alone; ask with it")
+            raise RequestRefusal(400, "echo with logprobs: this proxy answers only prompt_logprobs; send that instead")
     if k is None:
         raise RequestRefusal(400, "prompt_logprobs is missing: this proxy scores prompts, and generates nothing")
     if isinstance(k, bool) or not isinstance(k, int):
@@ -147,17 +147,17 @@ def _prompts(prompt: object) -> list[npt.NDArray[np.int32]]:
     if isinstance(prompt, str) or (isinstance(prompt, list) and any(isinstance(part, str) for part in prompt)):
         raise RequestRefusal(400, "prompt is text: this proxy has no tokenizer; send the token ids")
     if not isinstance(prompt, list) or not prompt:
-        raise RequestRefusal(400, "prompt: expected a list of token ids, or a list of such lists, that is not empty")
+        raise RequestRefusal(400, "prompt: expected a non-empty list of token ids, or a non-empty list of such lists")
     lists = prompt if isinstance(prompt[0], list) else [prompt]
     return [_ids(part, number) for number, part in enumerate(lists)]
 
 
 def _ids(part: object, number: int) -> npt.NDArray[np.int32]:
     if not isinstance(part, list) or not part:
-        raise RequestRefusal(400, f"prompt {number}: expected a list of token ids that is not empty")
+        raise RequestRefusal(400, f"prompt {number}: expected a non-empty list of token ids")
     if set(map(type, part)) != {int}:
         wrong = next(item for item in part if type(item) is not int)
-        raise RequestRefusal(400, f"prompt {number} has {_shown(wrong)}: expected token ids alone")
+        raise RequestRefusal(400, f"prompt {number} contains {_shown(wrong)}: expected only token ids")
     if min(part) < 0 or max(part) > _MAX_ID:
         wrong = next(item for item in part if not 0 <= item <= _MAX_ID)
         raise RequestRefusal(400, f"prompt {number}: token id {_shown(wrong)} is out of vocabulary")
@@ -169,7 +169,7 @@ def _shown(value: object) -> str:
 
 
 def at_temperature(labels: TopK, own: npt.NDArray[Any], temperature: float) -> tuple[TopK, npt.NDArray[Any]]:
-    """Turn log-probabilities at temperature 1, whose tail is summed up at another one, into those at that one."""
+    """Convert log-probabilities at temperature 1 to another temperature, at which their tail is already summed up."""
     if temperature == 1:
         return labels, own
     values = np.asarray(labels.values, np.float64) / temperature
@@ -180,15 +180,15 @@ def at_temperature(labels: TopK, own: npt.NDArray[Any], temperature: float) -> t
 def encode_choice(
     index: int, prompt: npt.NDArray[np.int32], labels: TopK, own: npt.NDArray[Any], k: int, with_ids: bool
 ) -> Iterator[bytes]:
-    """Encode an element of `choices` in pieces of some thousand entries: as a whole it may have hundreds of megabytes.
+    """Encode an element of `choices` in pieces of some thousand entries: a whole one may take hundreds of megabytes.
 
     Args:
         index: Number of the prompt.
         prompt: Its ids, int32 [tokens].
-        labels: `TopK` of as many rows, by falling value, with at least k entries.
+        labels: `TopK` of as many rows, by descending value, with at least k entries.
         own: Log-probability of the prompt's next token in each row, float [tokens, 1].
-        k: Number of entries of a row to write. If the prompt's own token is not among them it is added, with its rank
-            in `labels`; if it is not in these, with the rank after their last: its true rank is that or later.
+        k: Number of entries to write per row. If the prompt's own token is not among them, it is added with its rank
+            in `labels` or, if absent from these, with the rank after their last: its true rank is that or later.
         with_ids: Whether to repeat the ids.
     """
     yield (
@@ -197,7 +197,7 @@ def encode_choice(
     ).encode()
     ids, values, last = np.asarray(labels.ids), np.asarray(labels.values), np.asarray(own)[:, 0]
     k = min(k, ids.shape[1])  # a small vocabulary may have fewer
-    rows = max(1, PIECE_ENTRIES // ids.shape[1])  # all that are there are looked at, even if k is less
+    rows = max(1, PIECE_ENTRIES // ids.shape[1])  # all entries are examined, even if k is less
     for start in range(0, len(prompt) - 1, rows):
         end = min(start + rows, len(prompt) - 1)
         yield _encode_positions(prompt[start + 1 : end + 1], ids[start:end], values[start:end], last[start:end], k)
@@ -208,11 +208,11 @@ def encode_choice(
 def _encode_positions(
     tokens: npt.NDArray[np.int32], ids: npt.NDArray[Any], values: npt.NDArray[Any], own: npt.NDArray[Any], k: int
 ) -> bytes:
-    """Encode the predictions of tokens, each behind a comma."""
+    """Encode the predictions of tokens, each after a comma."""
     same = ids == tokens[:, None]
     ranks = np.where(same.any(-1), same.argmax(-1), same.shape[1]) + 1
     last = np.maximum(own.astype(np.float64), _LEAST)
-    cells = np.empty((len(tokens), 2 * k), object)  # ids and values take turns, as Python's own numbers
+    cells = np.empty((len(tokens), 2 * k), object)  # ids and values alternate, as Python numbers
     cells[:, ::2], cells[:, 1::2] = ids[:, :k], np.maximum(values[:, :k].astype(np.float64), _LEAST)
     known, added = _template(k), _template(k, added=True)
     return "".join(
@@ -239,10 +239,10 @@ def encode_error(status: int, message: str) -> bytes:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
 
 
-@functools.lru_cache(maxsize=256)  # clients ask for a k or two
+@functools.lru_cache(maxsize=256)  # clients use one or two values of k
 def _template(entries: int, *, added: bool = False) -> str:
     """Return the form of a position, with a last entry of any rank if `added`."""
     ranks = [*map(str, range(1, entries + 1)), *(["%d"] if added else [])]
-    # 9 digits tell all float32 apart.
+    # 9 digits distinguish all float32 values.
     parts = [f'"%d":{{"logprob":%.9g,"rank":{rank},"decoded_token":null}}' for rank in ranks]
     return ",{" + ",".join(parts) + "}"

@@ -1,8 +1,8 @@
-"""Scorers of a proxy: one for each service, number of entries and temperature that clients ask for.
+"""Scorers of a proxy: one per service, number of entries and temperature that clients request.
 
-A `Scorer` asks its teachers for one `k` at one temperature. So a request for 8 entries is no larger for being answered
-by a proxy that allows 128, and suits any teacher with `--top-k 8` or more. Each service has a scorer of its own from
-the start, which also tells what is live; the others open with the first request that needs them.
+A `Scorer` asks its teachers for one `k` at one temperature. So a request for 8 entries stays small on a proxy that
+allows 128, and suits any teacher with `--top-k 8` or more. Each service has its own scorer from the start, which also
+reports live teachers; the others open with the first request that needs them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from edl.proxy.completions import RequestRefusal
 from edl.proxy.settings import ProxySettings
 
 _MOST_OPEN: Final = 16
-"""Each has connections to all teachers of its service; a trainer asks for one or two numbers of entries."""
+"""Each has connections to all teachers of its service; a trainer uses one or two numbers of entries."""
 _RETRY_S: Final = 1.0
 _POLICY: Final = Policy(aside_s=0.1, failures_to_open=10, open_max_s=2.0)
-"""A request that fails at a teacher goes to another, and is given up after three failures. These must not take the
-teacher from other clients, whose prompts it may answer well."""
+"""A request that fails at a teacher is sent to another, and is abandoned after three failures. These must not cost
+other clients the teacher, which may answer their prompts well."""
 
 _T = TypeVar("_T")
 
 
 class ScorerKey(NamedTuple):
-    """What a scorer's teachers are asked for."""
+    """What a scorer requests from its teachers."""
 
     model: str
     k: int = 1
@@ -41,12 +41,12 @@ class ScorerKey(NamedTuple):
 
 
 class ScorerPool:
-    """Opens scorers when they are needed, and closes those longest unused. Used on a single event loop."""
+    """Opens scorers on demand, and closes the least recently used. Used on a single event loop."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self.registry = CollectorRegistry()
         self._settings = settings
-        self._open: dict[ScorerKey, tuple[Scorer, Collector]] = {}  # the longest unused first
+        self._open: dict[ScorerKey, tuple[Scorer, Collector]] = {}  # the least recently used first
         self._users: Counter[ScorerKey] = Counter()
         self._changing = asyncio.Lock()
         try:
@@ -62,10 +62,10 @@ class ScorerPool:
 
     @contextlib.asynccontextmanager
     async def use(self, key: ScorerKey) -> AsyncIterator[Scorer]:
-        """Hold a scorer for the time of the block.
+        """Hold a scorer for the duration of the block.
 
         Raises:
-            RequestRefusal: 503 where as many are in use as may be open.
+            RequestRefusal: 503 if all scorers that may be open are in use.
         """
         async with self._changing:
             if key not in self._open:
@@ -88,7 +88,7 @@ class ScorerPool:
         for key in self._open:
             if not self._users[key] and key != ScorerKey(key.model):
                 return key
-        words = f"{_MOST_OPEN} combinations of model, prompt_logprobs and temperature are in use: ask with fewer"
+        words = f"{_MOST_OPEN} combinations of model, prompt_logprobs and temperature are in use: use fewer"
         raise RequestRefusal(503, words, _RETRY_S)
 
     def _make(self, key: ScorerKey) -> None:
@@ -120,7 +120,7 @@ class ScorerPool:
 async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
     """Call a function in a thread, and wait for its end also if the caller is cancelled.
 
-    Until then it holds its arguments, and the caller holds the room for them.
+    Until then the call holds its arguments, and the caller holds the room for them.
     """
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
@@ -128,5 +128,5 @@ async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
     except asyncio.CancelledError:
         await asyncio.wait([call])
         if not call.cancelled():
-            call.exception()  # nobody asks for it
+            call.exception()  # marks it as retrieved
         raise

@@ -1,6 +1,6 @@
 """A proxy that runs, from `start` until `close`.
 
-What does not belong here: what is answered (`app`), and listening (`edl.http_server`).
+What does not belong here: routes (`app`) and listening (`edl.http_server`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from edl.proxy.settings import ProxySettings
 logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS: Final = 2048
-"""TRL's asynchronous trainer has 128 requests under way for each of its processes."""
-_POLL_S: Final = 0.05  # for the last answer of a proxy that ends
+"""TRL's asynchronous trainer has 128 requests in flight per process."""
+_POLL_S: Final = 0.05  # while waiting for a closing proxy's last answer
 
 
 class ProxyServer(AppServer):
-    """Answers as a vLLM does that is asked for the log-probabilities of prompts, with the teachers of services.
+    """Answers requests for prompt log-probabilities like vLLM, using the teachers of services.
 
-    If no teacher is live requests wait for one, and are refused after `teacher_timeout_s`.
+    If no teacher is live, requests wait for one, and are refused after `teacher_timeout_s`.
 
     Args:
-        settings: Where it listens, and which teachers it asks.
+        settings: The proxy's address, its teachers and its limits.
 
     Raises:
         SettingsError: the address cannot be listened on, or a setting cannot be used.
@@ -64,7 +64,7 @@ class ProxyServer(AppServer):
         await self.run_app(make_app(self._api, hosts, tokens), answers_late=True)
 
     def drain(self, timeout_s: float) -> bool:
-        """Take nothing new, and wait for the answers that are under way; return whether all were sent in time."""
+        """Refuse new requests, and wait for pending answers; return whether all were sent in time."""
         api = self._api
         assert api is not None
         api.draining = True
@@ -76,6 +76,6 @@ class ProxyServer(AppServer):
         return True
 
     def close(self) -> None:
-        """End all connections, and those to teachers. May be called twice."""
+        """Close all connections, including those to teachers. May be called twice."""
         super().close()
         self._scorers.close()

@@ -1,4 +1,4 @@
-"""Where a proxy listens, whose teachers it asks, and how much it holds."""
+"""Settings of a proxy: its address, its teachers and its limits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from edl.protocol.channel import is_this_host
 from edl.settings import Credentials, is_above_zero
 
 _LABEL_BYTES: Final = 256 << 20  # 512 texts of 512 tokens at k = 64: several steps of a trainer, on any machine
-_ENTRY_BYTES: Final = 16  # an id and a value of 4 bytes each, once as they came and once as a prompt's own
-_LEAST_ROOM: Final = 4096  # tokens, so that a text fits, whatever it takes
+_ENTRY_BYTES: Final = 16  # an id and a value of 4 bytes each, as received and once more per prompt
+_LEAST_ROOM: Final = 4096  # tokens, so that a text always fits
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,24 @@ class ProxySettings:
     """Settings of a proxy.
 
     Attributes:
-        services: By the name of a model that clients ask for, the service of its teachers, or `host:port` of teachers,
+        services: Maps the name of a model that clients request to the service of its teachers, or to their `host:port`,
             separated by commas.
         discovery: URL of the registry; None for the default.
         host: Name or address to listen on.
         port: Port to listen on; 0 for a free one.
         top_k: Largest number of entries per position that a request may ask for.
         max_tokens: Largest number of tokens held at a time, being asked of teachers or sent to clients; the excess
-            queues. None for as many as have 256 MiB of labels, 131,072 at `top_k=128`.
+            queues. None for as many as fit in 256 MiB of labels: 131,072 at `top_k=128`.
         timeout_s: Seconds to wait for an answer, queueing included.
         teacher_timeout_s: Seconds that a request waits while no teacher is live.
         version: Version of the model; empty for any.
         tokenizer: Path or hash that teachers must have; empty for any.
-        allowed_hosts: Names, besides localhost, by which clients on this machine may ask.
-        credentials: Certificate and key for HTTPS, and the file of tokens that clients must show.
-        teacher_credentials: What is shown to teachers; None for what the environment names.
+        allowed_hosts: Names, besides localhost, under which clients on this machine may reach the proxy.
+        credentials: Certificate and key for HTTPS, and the file of tokens that clients must send.
+        teacher_credentials: Credentials for teachers; None for those in the environment.
 
     Raises:
-        SettingsError: a value is out of range, or tokens would cross the network as they are.
+        SettingsError: a value is out of range, or tokens would cross the network unencrypted.
     """
 
     services: Mapping[str, str]
@@ -73,12 +73,12 @@ class ProxySettings:
 
     @property
     def room(self) -> int:
-        """Tokens that are held at a time."""
+        """Largest number of tokens held at a time."""
         if self.max_tokens is not None:
             return self.max_tokens
         return max(min(_LABEL_BYTES // (_ENTRY_BYTES * self.top_k), 1 << 18), _LEAST_ROOM)
 
     @property
     def local(self) -> bool:
-        """Whether only this machine reaches the proxy."""
+        """Whether only this machine can reach the proxy."""
         return is_this_host(f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0")

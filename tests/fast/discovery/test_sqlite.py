@@ -171,7 +171,7 @@ def test_lost_parts_are_made_again(
             wait_until(lambda: not registration.error)
     finally:
         other.end()
-    assert ("while in use; it is created again" in caplog.text) == (fault not in ("file", "folder"))
+    assert ("while in use; the file is created again" in caplog.text) == (fault not in ("file", "folder"))
 
 
 def test_a_lost_write_is_told(path: Path) -> None:

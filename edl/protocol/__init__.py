@@ -1,6 +1,6 @@
-"""What travels between students and teachers: KServe v2 over gRPC.
+"""The protocol between students and teachers: KServe v2 over gRPC.
 
-`kserve` has the message classes, `codec` turns requests into bytes and back, `tensors` turns these into numpy arrays,
+`kserve` contains the message classes, `codec` converts requests to bytes and back, `tensors` these to numpy arrays,
 `names` lists the names on the wire.
 """
 

@@ -1,4 +1,4 @@
-"""gRPC channels and listening ports, with TLS and tokens or without: the only place where EDL makes any."""
+"""gRPC channels and listening ports, with or without TLS and tokens: the only place where EDL creates any."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 _used_in: set[int] = set()
-"""Processes, this one and those that it was forked from, that have made a channel or listened."""
+"""Processes (this one and its fork ancestors) that have created a channel or listened."""
 
 
 def is_forked_from_grpc() -> bool:
-    """Whether this process was forked from one that used gRPC: its threads are not here, and calls would hang."""
+    """Return whether this process was forked from one that used gRPC: without its threads, calls would hang."""
     return bool(_used_in - {os.getpid()})
 
 
 def aio_channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.aio.Channel:
-    """Return a channel of grpc.aio to `host:port` or `unix:/path`, with the files as they are now."""
+    """Return a grpc.aio channel to `host:port` or `unix:/path`, with the current contents of the files."""
     made: grpc.aio.Channel = _open(grpc.aio, endpoint, files, options)
     return made
 
 
 def channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.Channel:
-    """Return a channel of gRPC's threads, otherwise as `aio_channel`."""
+    """Return a synchronous gRPC channel, otherwise like `aio_channel`."""
     made: grpc.Channel = _open(grpc, endpoint, files, options)
     return made
 
@@ -50,17 +50,17 @@ def _open(module: Any, endpoint: str, files: CredentialFiles | None, options: Op
 
 
 def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
-    """Return what goes with every call: the token, if there is any.
+    """Return the metadata for every call: the token, if any.
 
     Raises:
-        SettingsError: it would cross the network as it is.
+        SettingsError: The token would cross the network unencrypted.
     """
     tokens = files.current(now=True).tokens if files is not None else ()
     if files is None or not tokens:
         return ()
     if not files.tls and not files.settings.allow_insecure_tokens and not is_this_host(endpoint):
         raise SettingsError(
-            f"{endpoint} gets no token over a connection without TLS, where anyone on the network reads it: set the "
+            f"{endpoint} gets no token without TLS, because anyone on the network could read it: set the "
             "CA (EDL_TLS_CA, --tls-ca, ca=), or say that the network may be trusted (EDL_ALLOW_INSECURE_TOKENS=1, "
             "--allow-insecure-tokens, allow_insecure_tokens=True)"
         )
@@ -80,7 +80,7 @@ def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None)
         return int(server.add_insecure_port(address))
 
     def shown() -> grpc.ServerCertificateConfiguration:
-        """Return the certificates; gRPC calls this before every handshake, in a thread of its own."""
+        """Return the certificates; gRPC calls this before every handshake, in its own thread."""
         material = files.current(now=True)
         assert material.pair is not None, "a server with TLS has a certificate"
         chain, key = material.pair
@@ -92,7 +92,7 @@ def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None)
 
 
 def is_this_host(endpoint: str) -> bool:
-    """Whether `host:port` or `unix:/path` is reached without leaving this host."""
+    """Return whether `host:port` or `unix:/path` is on this host."""
     host = host_of(endpoint)
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -107,7 +107,7 @@ _REMEDY = "put one of this server's tokens into a file and name the file (EDL_TO
 
 
 def token_checks(files: CredentialFiles | None, *, open_service: str = "") -> Sequence[grpc.aio.ServerInterceptor]:
-    """Return the interceptors of a server: none where no tokens are set; `open_service` names one without tokens."""
+    """Return a server's interceptors: none if no tokens are set; `open_service` needs no token."""
     return [_TokenCheck(files, open_service)] if files is not None and files.settings.token_file else []
 
 
@@ -134,7 +134,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         """Return whether the values of a call's `authorization` are a single valid token."""
         if len(shown) != 1 or shown[0][: len(_SCHEME)].lower() != _SCHEME:
             return False
-        # All are compared, so that a token's place in the file does not show in the time.
+        # Compare all, so that the time does not reveal a token's place in the file.
         token = shown[0][len(_SCHEME) :].encode()
         matches = [hmac.compare_digest(token, valid.encode()) for valid in self._files.current().tokens]
         return any(matches)
@@ -146,7 +146,7 @@ def _refusal(words: str) -> grpc.RpcMethodHandler[Any, Any]:
         context.set_code(grpc.StatusCode.UNAUTHENTICATED)
         context.set_details(words)
         return
-        yield  # a generator, which sends no message: to a watch, an empty one would say that nothing is there
+        yield  # a generator that sends no message: a watch would take an empty one for an empty state
 
     return grpc.stream_stream_rpc_method_handler(refuse)  # fits unary methods too, because it reads nothing
 

@@ -1,6 +1,6 @@
-"""Requests and responses to bytes and back, without copying tensors twice.
+"""Converts requests and responses to bytes and back, without copying tensors twice.
 
-Protobuf copies `raw_input_contents` once to parse and once more to hand them over: at 5 MB a request that costs as much
+Protobuf copies `raw_input_contents` once to parse and once more to return them: at 5 MB per request that costs as much
 as the network. Here protobuf sees only the header; the tensors are cut out of, or joined to, the bytes around it.
 The wire format is protobuf's (https://protobuf.dev/programming-guides/encoding/), so any peer understands it.
 """
@@ -21,12 +21,12 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _ID = 3  # field of ModelInferRequest and of ModelInferResponse
 _LENGTH_DELIMITED = 2  # protobuf's wire type of bytes, text and messages
 _COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # gzip, and deflate by its levels
-_MAX_FIELDS = 10_000  # an honest message has some fields for each tensor; each costs a microsecond here
+_MAX_FIELDS = 10_000  # a valid message has a few fields per tensor; each costs a microsecond here
 
 
-@functools.lru_cache(maxsize=1024)  # lengths are the same request after request
+@functools.lru_cache(maxsize=1024)  # lengths rarely change between requests
 def varint(value: int) -> bytes:
-    """Return a number as protobuf writes it."""
+    """Encode a number as a protobuf varint."""
     out = bytearray()
     while value > 0x7F:
         out.append((value & 0x7F) | 0x80)
@@ -36,7 +36,7 @@ def varint(value: int) -> bytes:
 
 
 def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return the number at `at`, and the index just behind it."""
+    """Return the number at `at`, and the index just after it."""
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
@@ -119,7 +119,7 @@ class MessageCodec(Generic[M]):
         return bytes(kept[0]) if len(kept) == 1 else b"".join(kept), raw
 
     def parse(self, header: bytes) -> M:
-        """Parse a header that `split` found; raise `ProtocolError` if it is none."""
+        """Parse a header that `split` returned; raise `ProtocolError` if it is invalid."""
         try:
             return self._kind.FromString(header)
         except DecodeError as exc:
@@ -132,16 +132,16 @@ _STREAMED = MessageCodec(kserve.ModelStreamInferResponse, 2)
 
 
 def id_field(request_id: str) -> bytes:
-    """Return the field `id` alone. Before or behind a serialized request or response, it becomes that message's id."""
+    """Return only the field `id`. Before or after a serialized request or response, it becomes that message's id."""
     data = request_id.encode()
     return varint(_ID << 3 | _LENGTH_DELIMITED) + varint(len(data)) + data
 
 
 def join_streamed_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
-    """Return a `ModelStreamInferResponse` around what `RESPONSE.join` gives."""
+    """Return a `ModelStreamInferResponse` around the result of `RESPONSE.join`."""
     return _STREAMED.join(b"", [RESPONSE.join(header, raw)])
 
 
 def is_compressed(data: Buffer) -> bool:
-    """Return whether bytes that do not parse may be a compressed message, which gRPC is told not to inflate."""
+    """Return whether bytes that do not parse may be a compressed message, which gRPC is configured not to inflate."""
     return bytes(memoryview(data)[:2]) in _COMPRESSED

@@ -1,10 +1,10 @@
-"""The tensor channel: frames over a TCP or Unix socket between EDL's students and EDL's teachers.
+"""The tensor channel: frames over a TCP or Unix socket between EDL's students and teachers.
 
 gRPC from Python copies a tensor several times on each side, with the GIL. Here the kernel copies it once
 out of the student's array, and once into the memory that the teacher computes from, both without the GIL.
 
 A connection begins with `MAGIC` and the one-time token from `names.OPEN_CHANNEL`; the server answers with the proof
-that it gave out beside the token. Frames follow in both directions: a prefix (`_PREFIX`: kind, request number, bytes of
+that it issued with the token. Frames follow in both directions: a prefix (`_PREFIX`: kind, request number, bytes of
 the body) and a body. The body of a request or an answer is a KServe v2 message cut in two, see `body_parts`: the
 serialized header, and the tensors that would be its raw contents. If gRPC has TLS, all of this is inside TLS.
 
@@ -41,15 +41,15 @@ MAGIC = b"EDL1"
 TOKEN_NBYTES = 32
 _PREFIX = struct.Struct("<B7xQQ")
 _BODY = struct.Struct("<II")  # bytes of the header, and the number of tensors
-_ALIGNMENT = 64  # of tensors within a body: numpy is slower on numbers that lie across their natural places
+_ALIGNMENT = 64  # of tensors within a body: numpy is slower on unaligned numbers
 _MOST_TENSORS = 10_000
-_STAGE_NBYTES = 64 << 10  # many small frames arrive in one call; of a large one, these bytes are copied once more
+_STAGE_NBYTES = 64 << 10  # many small frames arrive in one call; these bytes of a large frame are copied once more
 _MOST_PARTS = 64  # buffers in one `sendmsg`; Linux takes 1,024
 _TLS_NBYTES = 128 << 10  # received, or encrypted, at a time
 _MOST_CALLS = 256  # receives of a connection before other work of the loop gets its turn
 _LOCAL_QUEUE_NBYTES = 256 << 10
-"""Bytes that the kernel queues between two processes of a host. It would let 4 MB wait, which the processor's cache has
-lost when they are read: a request then costs both sides a quarter more CPU time (`benchmarks/reader`). To another host
+"""Bytes that the kernel queues between two processes of a host. The default of 4 MB exceeds the processor's cache by
+the time it is read: a request then costs both sides a quarter more CPU time (`benchmarks/reader`). For another host
 the kernel decides, from the round-trip time."""
 _SILENT_MS = 30_000  # how long a peer's kernel may stay silent before the connection counts as broken
 
@@ -85,10 +85,10 @@ def body_parts(header: bytes, tensors: Sequence[Buffer]) -> list[Buffer]:
 
 
 def split_body(body: memoryview) -> tuple[bytes, list[memoryview]]:
-    """Return the header and the tensors of a body, which are views of it.
+    """Return the header and the tensors of a body, as views of it.
 
     Raises:
-        ProtocolError: The bytes are not a body, or hold more tensors than any request.
+        ProtocolError: The bytes are not a body, or contain more tensors than any request.
     """
     if len(body) < _BODY.size:
         raise ProtocolError(f"malformed message: a body of {len(body)} bytes")
@@ -113,7 +113,7 @@ def unix_path(path: str) -> str:
 
 
 async def when_ready(sock: Socket, operation: Callable[[], T], *, writes: bool = False) -> T:
-    """Return what an operation on a non-blocking socket returns, once the socket is ready to read, or to write."""
+    """Run an operation on a non-blocking socket once it is ready to read, or to write; return the result."""
     loop = asyncio.get_running_loop()
     add, remove = (loop.add_writer, loop.remove_writer) if writes else (loop.add_reader, loop.remove_reader)
     while True:
@@ -141,7 +141,7 @@ async def receive_exactly(sock: Socket, nbytes: int) -> bytes:
 
 
 class TlsSocket:
-    """TLS over a non-blocking socket, by large pieces: `ssl.SSLSocket` makes two system calls for every 16 KiB."""
+    """TLS over a non-blocking socket, in large pieces: `ssl.SSLSocket` makes two system calls for every 16 KiB."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, serves: bool) -> None:
         self._sock = sock
@@ -157,7 +157,7 @@ class TlsSocket:
         """Return the peer's certificate (DER), empty for none.
 
         Raises:
-            OSError: It does not speak TLS, or ends the connection.
+            OSError: The peer does not speak TLS, or ends the connection.
         """
         while True:
             try:
@@ -183,7 +183,7 @@ class TlsSocket:
                     return 0
 
     def sendmsg(self, parts: Sequence[Buffer]) -> int:
-        """Encrypt the parts, or the beginning of them; see `socket.socket.sendmsg`, and `flush`."""
+        """Encrypt the parts, or their beginning; see `socket.socket.sendmsg`, and `flush`."""
         self.flush()
         taken = 0
         with contextlib.suppress(BlockingIOError):
@@ -205,7 +205,7 @@ class TlsSocket:
             self._unsent = self._unsent[self._sock.send(self._unsent) :]
 
     def _fill(self) -> int:
-        """Receive; return the number of bytes, 0 at the end."""
+        """Receive data; return the number of bytes, 0 at the end."""
         nbytes = self._sock.recv_into(self._received)
         self._incoming.write(self._received[:nbytes])
         return nbytes
@@ -226,14 +226,14 @@ class Frame:
 class FrameSocket:
     """Sends and receives frames over a connected socket. Used on the event loop.
 
-    Small frames that are ready together leave in one system call, and a large one is sent from where its tensors lie.
+    Small frames that are ready together leave in one system call, and a large one's tensors are sent without a copy.
 
     Args:
         sock: A connected, non-blocking socket, after the handshakes.
-        begin: Called with kind, number and size of a frame whose body is about to come; returns whether to keep it, and
-            may raise `ProtocolError`. Memory is reserved only for what is kept.
+        begin: Called with kind, number and size of a frame before its body arrives; returns whether to keep it, and
+            may raise `ProtocolError`. Memory is reserved only for frames that are kept.
         take: Called with kind, number and body (read-only) of each frame that was kept; may raise `ProtocolError`.
-        ended: Called once with the reason when the connection has ended, also by `close`.
+        ended: Called once with the reason when the connection has ended, including by `close`.
     """
 
     def __init__(
@@ -254,10 +254,10 @@ class FrameSocket:
         self._stage = memoryview(bytearray(_STAGE_NBYTES))
         self._staged = 0
         self._kind = self._number = self._filled = self._dropping = 0
-        self._body: memoryview | None = None  # of the frame that is arriving, if it is larger than the stage
+        self._body: memoryview | None = None  # of the arriving frame, if it is larger than the stage
         self._paused = self._finishing = False
         self._out: deque[Frame] = deque()
-        self._flushing = False  # whether `_flush` will run, at the end of this turn or when there is room
+        self._flushing = False  # whether `_flush` is scheduled, for the end of this turn or when there is room
         self._writer_added = False
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -272,7 +272,7 @@ class FrameSocket:
 
     @property
     def pending(self) -> int:
-        """How many frames wait to be sent."""
+        """Number of frames that wait to be sent."""
         return len(self._out)
 
     def send(
@@ -289,13 +289,13 @@ class FrameSocket:
         return frame
 
     def withdraw(self, frame: Frame) -> bool:
-        """Do not send a frame; return False if a part of it has been sent."""
+        """Withdraw a frame; return False if part of it has been sent."""
         if not frame.begun:
             frame.parts, frame.sent = [], None
         return not frame.begun
 
     def pause(self) -> None:
-        """Receive nothing until `resume`; frames that have arrived are still taken."""
+        """Stop receiving until `resume`; frames that have arrived are still delivered."""
         if not self._paused and not self.closed:
             self._paused = True
             self._loop.remove_reader(self._sock)
@@ -305,12 +305,12 @@ class FrameSocket:
         if self._paused and not self.closed:
             self._paused = False
             self._loop.add_reader(self._sock, self._on_readable)
-            self._loop.call_soon(self._on_readable)  # what TLS has read ahead makes no socket ready
+            self._loop.call_soon(self._on_readable)  # data that TLS has read ahead does not make the socket ready
 
     def finish(self) -> None:
-        """Send what waits, then tell the peer that nothing follows, and drop what comes until it ends the connection.
+        """Send pending frames and the end of the stream; drop received data until the peer ends the connection.
 
-        To close at once would have the kernel drop what is on its way, if unread bytes of the peer lie here.
+        If unread bytes of the peer are in the buffer, closing at once would make the kernel drop data in flight.
         """
         self._finishing = True
         self.resume()
@@ -326,7 +326,7 @@ class FrameSocket:
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # forked children, such as a DataLoader's workers, have it too
+            self._sock.shutdown(socket.SHUT_RDWR)  # forked children, such as a DataLoader's workers, also hold it
         self._sock.close()
         self._out.clear()
         self._body = None
@@ -346,13 +346,13 @@ class FrameSocket:
             self._fail(exc)
 
     def _fail(self, exc: Exception) -> None:
-        """End the connection after an error: the socket would call again, and again fail."""
+        """End the connection after an error; otherwise the callback would run and fail again."""
         if not isinstance(exc, OSError | ProtocolError):
-            logger.error("a connection failed in a way not foreseen", exc_info=exc)
+            logger.error("a connection failed unexpectedly", exc_info=exc)
         self.close(getattr(exc, "strerror", None) or str(exc) or type(exc).__name__)
 
     def _receive(self) -> bool:
-        """Receive once; return whether more may be there."""
+        """Receive once; return whether more data may be available."""
         body = self._body if not self._finishing else None
         self._staged = self._staged if not self._finishing else 0
         target = self._stage[self._staged :] if body is None else body[self._filled :]
@@ -374,7 +374,7 @@ class FrameSocket:
         return self._tls is not None or nbytes == len(target)
 
     def _parse(self) -> None:
-        """Take the frames out of the stage."""
+        """Deliver the frames in the stage."""
         at = 0
         while not self.closed:
             step = min(self._dropping, self._staged - at)
@@ -430,7 +430,7 @@ class FrameSocket:
             self._loop.remove_writer(self._sock)
 
     def _advance(self, nbytes: int) -> None:
-        """Take what was sent out of the frames that wait."""
+        """Remove the sent bytes from the waiting frames."""
         while self._out:
             frame = self._out[0]
             parts = frame.parts

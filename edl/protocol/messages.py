@@ -1,4 +1,4 @@
-"""Message classes from a compiled `.proto`, in a descriptor pool of their own.
+"""Message classes from a compiled `.proto`, in their own descriptor pool.
 
 In protobuf's default pool a process that also imports `tritonclient` would fail with a duplicate symbol, since both
 define the package `inference`.

@@ -11,7 +11,7 @@ SERVICE = "inference.GRPCInferenceService"
 TOP_K = "edl_top_k"
 """Request parameter (int64), and extension: answer with the k largest logits of each row in place of each output."""
 TEMPERATURE = "edl_temperature"
-"""Request parameter (double, default 1): the temperature at which the tail's mass is summed up with `edl_top_k`."""
+"""Request parameter (double, default 1): the temperature at which `edl_top_k` sums up the tail's mass."""
 DTYPE = "edl_dtype"
 """Request parameter (string), and extension: "FP16" or "FP32", the datatype of floating-point outputs."""
 
@@ -22,88 +22,88 @@ TIMEOUT_MS = "edl_timeout_ms"
 """Request parameter (int64): a deadline for one request of a stream or tensor channel, counted from its arrival."""
 
 REQUEST_ID = "x-request-id"
-"""Metadata of a ModelInfer call: the id that the server's log is to show. On a stream it is the request's own."""
+"""Metadata of a ModelInfer call: the id for the server's log. On a stream it is the request's own id."""
 TRACEPARENT = "traceparent"
-"""Metadata of a call, and request parameter (string), which goes before: the span that a request is part of, as W3C's
-Trace Context has it."""
+"""Metadata of a call, and request parameter (string), which takes precedence: the span that a request is part of, in
+the format of W3C's Trace Context."""
 
 MAX_ROWS = "edl_max_rows"
-"""Parameter of a model's configuration: the most rows in one request. A server of ours computes more rows than
-`max_batch_size` in parts, where Triton refuses them."""
+"""Parameter of a model's configuration: the most rows in one request. An EDL server computes more rows than
+`max_batch_size` in parts; Triton refuses them."""
 
 MAX_BYTES = "edl_max_message_bytes"
-"""Parameter of a model's configuration: the largest request in bytes, be it in shared memory or not."""
+"""Parameter of a model's configuration: the largest request in bytes, in shared memory or not."""
 
 IDS = "ids"
 """Input of a language model: token ids, INT32 `[rows]`. A sequence of T tokens is T rows; row t holds token t and the
 teacher's prediction of token t + 1 (the last row predicts what would follow)."""
 POSITION = "position"
-"""Input of a language model: the position of a row's token in its sequence, INT32 `[rows]`. It begins at 0 with each
+"""Input of a language model: the position of a row's token in its sequence, INT32 `[rows]`. It begins at 0 in each
 sequence, and rises by 1."""
 TARGETS = "targets"
-"""Optional input of a language model: token ids whose log-probabilities are asked for, INT32 `[rows, m]`."""
+"""Optional input of a language model: token ids whose log-probabilities to return, INT32 `[rows, m]`."""
 LOGPROBS = "logprobs"
 """Output of a language model: log-probabilities at temperature 1, FP32 `[rows, vocabulary]`. They are never sent whole,
-but with `TOP_K` under `top_k_names`."""
+only with `TOP_K` under `top_k_names`."""
 TARGET_LOGPROBS = "target_logprobs"
 """Output of a language model that was sent `TARGETS`: the log-probability of `targets[t, j]` at row t, FP32
 `[rows, m]`."""
 
 SEQUENCES = "edl_sequences"
-"""Parameter of a model's configuration: the input that is 0 where a sequence begins. Requests hold whole sequences."""
+"""Parameter of a model's configuration: the input that is 0 at a sequence's start. Requests contain whole sequences."""
 MAX_SEQUENCE = "edl_max_sequence"
-"""Parameter of a model's configuration: the most rows of a sequence."""
+"""Parameter of a model's configuration: the most rows in a sequence."""
 MAX_TOP_K = "edl_max_top_k"
-"""Parameter of a model's configuration: the largest `TOP_K`. A model that has it takes no request without `TOP_K`."""
+"""Parameter of a model's configuration: the largest `TOP_K`. A model that has it refuses requests without `TOP_K`."""
 OPTIONAL_INPUTS = "edl_optional_inputs"
-"""Parameter of a model's configuration: inputs that a request may have, with commas. The model's metadata and
-configuration have neither them nor the outputs that come with them."""
+"""Parameter of a model's configuration: optional inputs, separated by commas. The model's metadata and
+configuration list neither them nor the outputs that depend on them."""
 TOKENIZER = "edl_tokenizer"
 """Parameter of a model's configuration: the hash of its tokenizer, as in `TOKENIZER_META`."""
 TOKENIZER_META = "tokenizer"
-"""Metadata of an instance in discovery: the hash of its tokenizer. With another one, ids mean other tokens."""
+"""Metadata of an instance in discovery: the hash of its tokenizer. With a different one, ids mean different tokens."""
 WEIGHTS_VERSION = "edl_weights_version"
-"""Parameter of a model's configuration: its version, if that is a hash of weights and code. Whichever service has this
-version of the model has the same model."""
+"""Parameter of a model's configuration: its version, if that is a hash of weights and code. All services with
+this version serve the same model."""
 
 EXTENSION_SCHEDULE_POLICY = "schedule_policy"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"
 EXTENSION_NO_NAN = "edl_no_nan"
-"""Floating-point outputs have been looked through: a request whose answer would hold NaN gets an error in its place."""
+"""Floating-point outputs are checked: a request whose answer would contain NaN gets an error instead."""
 EXTENSION_CHANNEL = "edl_channel"
 """The server answers `OPEN_CHANNEL`, and takes requests over a tensor channel (`edl.protocol.frames`)."""
 
 OPEN_CHANNEL = "/edl.TensorChannel/Open"
-"""Method that takes an empty message, and answers JSON: the `port` of the tensor channel and, as hexadecimal digits, a
-`token` that opens one within ten seconds, the `proof` that the server answers it with (32 bytes each), and the SHA-256
-of the `certificate` that the server has there, empty without TLS."""
+"""Method that takes an empty message, and returns JSON: the `port` of the tensor channel and, as hexadecimal digits, a
+`token` that opens one within ten seconds, the `proof` that the server returns for it (32 bytes each), and the SHA-256
+of the server's `certificate` there, empty without TLS."""
 
 LOCKED_MEMORY = "edl-arena-"
-"""How the names of a student's shared memory objects begin. It holds a lock (flock) on each for as long as it lives."""
+"""Prefix of the names of a student's shared memory objects. The student locks each (flock) while it runs."""
 
 SHM_REGION = "shared_memory_region"
 SHM_OFFSET = "shared_memory_offset"
 SHM_NBYTES = "shared_memory_byte_size"
 
 TLS_META = "tls"
-"""Metadata of an instance in discovery: "1" if it speaks TLS. It is for people: students go by their own settings."""
+"""Metadata of an instance in discovery: "1" if it speaks TLS. Informational: students follow their own settings."""
 
 PRIORITY_META = "priority"
-"""Metadata of an instance in discovery: with which priority students shall ask it, where they do not say themselves."""
+"""Metadata of an instance in discovery: the priority of requests from students that set none."""
 
 RETRY_AFTER_MS = "grpc-retry-pushback-ms"
-"""Trailing metadata beside UNAVAILABLE: milliseconds after which a retry may find room (gRPC proposal A6)."""
+"""Trailing metadata with UNAVAILABLE: milliseconds after which a retry may find room (gRPC proposal A6)."""
 
 
 def method(name: str) -> str:
-    """Return the full path of a method of the service, as gRPC wants it."""
+    """Return the full path of a method of the service, as gRPC expects it."""
     return f"/{SERVICE}/{name}"
 
 
 def top_k_names(output: str) -> tuple[str, str, str]:
-    """Return the names of the outputs that replace `output` [rows, classes] when `edl_top_k` is asked for.
+    """Return the names of the outputs that replace `output` [rows, classes] when `edl_top_k` is requested.
 
-    They are class ids (INT32 [rows, k], by falling logit), their logits ([rows, k]), and the log of the sum of
+    They are class ids (INT32 [rows, k], by descending logit), their logits ([rows, k]), and the log of the sum of
     exp(logit / temperature) over the classes left out ([rows], FP32; -inf if none are).
     """
     return f"{output}__topk_ids", f"{output}__topk_values", f"{output}__tail_lse"

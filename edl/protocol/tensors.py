@@ -1,6 +1,6 @@
 """KServe v2 tensors as numpy arrays: names of types, sizes, raw bytes, typed contents and top-k labels.
 
-`as_array` makes arrays of what a user's source yields, or refuses it with the remedy; `RowBuffer` gathers rows.
+`as_array` converts the values of a user's source to arrays, or raises with a remedy; `RowBuffer` collects rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array of numpy's, of any shape and dtype."""
 
 BFLOAT16: Final = np.dtype("V2")
-"""numpy has no bfloat16: arrays on their way to a model that wants BF16 hold two bytes each that it does not read."""
+"""numpy has no bfloat16: arrays for a BF16 model hold float32, of which the model does not read two bytes."""
 
-EXACT_FLOAT64: Final = 2.0**53  # below it every whole number is a float64 of its own
+EXACT_FLOAT64: Final = 2.0**53  # below it, every whole number is exact in float64
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -38,17 +38,17 @@ _CONTENTS = (
     | dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents")
     | dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents")
 )
-"""The field of `InferTensorContents` that has the elements of each datatype."""
+"""The field of `InferTensorContents` with the elements of each datatype."""
 
 _AT_A_TIME: Final = 1 << 16
-"""Elements of typed contents that are Python objects at a time: between two such parts other threads get their turn."""
+"""Elements of typed contents that are converted at a time: other threads can run between two such parts."""
 
 _WIDE = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}
-"""Types that hold whatever protobuf's fields of whole numbers hold."""
+"""Types that hold every value of protobuf's integer fields."""
 
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
-    """Return the numpy dtype in which EDL hands over a tensor of KServe's `datatype` (BF16 becomes float32)."""
+    """Return the numpy dtype in which EDL represents a tensor of KServe's `datatype` (BF16 becomes float32)."""
     if datatype == "BF16":
         return np.dtype("<f4")
     try:
@@ -59,7 +59,7 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str:
-    """KServe's name of a numpy dtype; strings and bytes are `BYTES`."""
+    """Return KServe's name of a numpy dtype; strings and bytes are `BYTES`."""
     if dtype.kind in "SUO":
         return "BYTES"
     if dtype == BFLOAT16:
@@ -71,7 +71,7 @@ def datatype_of(dtype: np.dtype[Any]) -> str:
 
 
 def expected_nbytes(datatype: str, shape: Sequence[int]) -> int | None:
-    """Bytes of a tensor in raw form; None for BYTES, whose elements have sizes of their own."""
+    """Return the bytes of a tensor in raw form; None for BYTES, whose elements vary in size."""
     if any(size < 0 for size in shape):
         raise ProtocolError(f"shape {list(shape)} has a negative size")
     if datatype == "BYTES":
@@ -81,7 +81,7 @@ def expected_nbytes(datatype: str, shape: Sequence[int]) -> int | None:
 
 
 def from_raw(datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
-    """Return a tensor in raw form as an array; a read-only view of `raw` where the type allows it.
+    """Return a tensor in raw form as an array; a read-only view of `raw` if the type allows it.
 
     Raises:
         ProtocolError: Byte count and shape do not agree, no array has such a shape, or the type is unknown.
@@ -124,7 +124,7 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
     """Return a tensor sent as typed `contents` rather than raw bytes.
 
     Raises:
-        ProtocolError: Count and shape do not agree, a value is out of range, or the type cannot travel so.
+        ProtocolError: Count and shape do not agree, a value is out of range, or the type has no typed contents.
     """
     field = _CONTENTS.get(datatype)
     if field is None:
@@ -145,21 +145,21 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
         wide[at : at + _AT_A_TIME] = np.array(values[at : at + _AT_A_TIME], wide.dtype)
     if dtype.kind in "iu" and wide.size:
         least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-        for value in (int(wide.min()), int(wide.max())):  # numpy 1 would have it wrap around
+        for value in (int(wide.min()), int(wide.max())):  # in numpy 1 it would wrap around
             if not least <= value <= most:
                 raise ProtocolError(f"a value in {field} does not fit {datatype}: {value}")
     return wide.astype(dtype, copy=False).reshape(shape)
 
 
 def array_of(value: Any) -> Array:
-    """Return a value as an array, with bytes, strings and whole numbers as they are.
+    """Return a value as an array, without changing bytes, strings and whole numbers.
 
-    numpy alone makes `S` of a list of bytes, whose NULs at the end are lost, words of the numbers beside words, and
-    floats of whole numbers that no integer type holds together.
+    numpy alone converts a list of bytes to `S`, which loses NULs at the end, numbers next to strings to strings, and
+    whole numbers to floats if no integer type holds all of them.
 
     Raises:
-        ProtocolError: bytes or whole numbers would be changed on the way.
-        ValueError: numpy makes no array of it, as of rows of different lengths.
+        ProtocolError: The conversion would change bytes or whole numbers.
+        ValueError: numpy cannot convert it, for example because of rows of different lengths.
     """
     if isinstance(value, np.ndarray):
         return with_objects(np.asarray(value))
@@ -178,28 +178,28 @@ def array_of(value: Any) -> Array:
 
 
 def with_objects(array: Array) -> Array:
-    """Return the array; with bytes or strings of a fixed size as Python objects.
+    """Return the array, with bytes or strings of a fixed size as Python objects.
 
-    numpy fills what is shorter than the size with NULs, and cuts all NULs off when it is read. For text that is right.
-    For bytes, which may well end in NULs (whole numbers, samples of sound), it cannot be told what was filled up.
+    numpy pads shorter elements with NULs, and strips all trailing NULs on reading. That is correct for text. Bytes may
+    end in NULs of their own (whole numbers, audio samples), which cannot be told from padding.
 
     Raises:
-        ProtocolError: an element of dtype `S` ends in NULs.
+        ProtocolError: An element of dtype `S` ends in NULs.
     """
     if array.dtype.kind == "S" and array.size and array.dtype.itemsize:
         last = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, -1)[:, -1]
         short = np.flatnonzero(last == 0)
         if short.size:
             raise ProtocolError(
-                f"element {short[0]} of an array of dtype S{array.dtype.itemsize} ends in NULs, which may belong to it "
-                "or fill it up: numpy does not know. Make it an array of objects, np.array(values, dtype=object), or "
-                "array.astype(object) if they only fill it up"
+                f"element {short[0]} of an array of dtype S{array.dtype.itemsize} ends in NULs, which may be data "
+                "or padding: numpy cannot tell. Make it an array of objects, np.array(values, dtype=object), or "
+                "array.astype(object) if they are only padding"
             )
     return array.astype(object) if array.dtype.kind in "SU" else array
 
 
 def _check_fixed_size(value: Any) -> None:
-    """Refuse arrays in lists that `with_objects` refuses."""
+    """Refuse lists with arrays that `with_objects` refuses."""
     if isinstance(value, np.ndarray):
         with_objects(value)
     elif isinstance(value, list | tuple):
@@ -208,13 +208,13 @@ def _check_fixed_size(value: Any) -> None:
 
 
 def _refuse_rounded(value: Any, array: Array) -> None:
-    """Refuse a list of numbers if its whole numbers did not stay what they are."""
+    """Refuse a list of numbers if the conversion changed its whole numbers."""
     if array.dtype.itemsize > 8 or not array.size or not np.abs(array).max() >= EXACT_FLOAT64:
         return
     for before, after in zip(np.array(value, np.object_).flat, array.flat, strict=True):
         if isinstance(before, int | np.integer) and int(before) != float(after):  # numpy would compare floats
             raise ProtocolError(
-                f"a list of numbers that no type of whole numbers holds together, so that {before} would become "
+                f"no integer type holds all numbers of the list, so {before} would become "
                 f"{float(after)!r}: make it an array of one type"
             )
 
@@ -233,7 +233,7 @@ def cast_clamped(array: Array, dtype: np.dtype[Any]) -> Array:
     if array.dtype.itemsize <= dtype.itemsize or not array.size:
         return array.astype(dtype, copy=False)
     most = np.finfo(dtype).max
-    if not (-most <= array.min() and array.max() <= most):  # also if there is NaN
+    if not (-most <= array.min() and array.max() <= most):  # also for NaN
         array = np.where(np.isinf(array), array, np.clip(array, -most, most))
     return array.astype(dtype)
 
@@ -241,7 +241,7 @@ def cast_clamped(array: Array, dtype: np.dtype[Any]) -> Array:
 def split_top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Array]:
     """Return the k largest logits on the last axis, and what the remaining ones add to a softmax.
 
-    They are class ids (int32 `[..., k]`, by falling logit, equal logits by rising id), their logits (in the dtype of
+    They are class ids (int32 `[..., k]`, by descending logit, then ascending id), their logits (in the dtype of
     `logits`), and log(sum(exp(logit / temperature))) over the rest (float32 `[...]`, -inf if there are none).
     """
     ids = np.argpartition(logits, logits.shape[-1] - k, axis=-1)[..., -k:]
@@ -265,16 +265,16 @@ def split_top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array
 
 
 def to_raw(array: Array) -> Buffer:
-    """Return an array's elements in raw form, little-endian, C order; a view of the array where it is so already.
+    """Return an array's elements in raw form, little-endian, C order; a view of the array if it already has this form.
 
     Raises:
-        ProtocolError: an element of an array of objects is neither bytes nor text, or see `with_objects`.
+        ProtocolError: An element of an array of objects is neither bytes nor text, or see `with_objects`.
     """
     if array.dtype.kind in "SUO":
         parts = bytearray()
         for item in with_objects(array).reshape(-1):
             if not isinstance(item, bytes | str):  # bytes(3) are three NULs
-                raise ProtocolError(f"a BYTES tensor has bytes and text, not {type(item).__name__}")
+                raise ProtocolError(f"a BYTES tensor holds bytes and text, not {type(item).__name__}")
             data = item.encode() if isinstance(item, str) else item
             parts += len(data).to_bytes(4, "little") + data
         return parts
@@ -285,22 +285,22 @@ def to_raw(array: Array) -> Buffer:
 # Arrays from a user's source
 
 _FIRST_ROWS = 256
-"""Rows that a buffer has room for at first: a usual request. The user may allow millions that never come."""
+"""Initial capacity of a buffer in rows: a typical request. The user may allow millions that never arrive."""
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether this is a tensor of torch or paddle."""
+    """Return whether a value is a torch or paddle tensor."""
     return hasattr(value, "detach") and hasattr(value, "numpy")
 
 
 def as_array(value: Any, what: str) -> Array:
-    """Return a numpy array of an array, a tensor of any framework, or a list; `what` names its place in messages.
+    """Convert an array, a tensor of any framework, or a list to a numpy array; `what` names its place in messages.
 
-    It is the value itself if that is an array of numbers, a view of a tensor on the CPU, else a copy; bytes and strings
-    are objects.
+    The result is the value itself if that is an array of numbers, a view of a CPU tensor, otherwise a copy; bytes and
+    strings are objects.
 
     Raises:
-        SourceError: This cannot be sent to a teacher.
+        SourceError: The value cannot be sent to a teacher.
     """
     try:
         numpy_has_it = isinstance(value, np.ndarray) or not is_tensor(value)
@@ -308,8 +308,8 @@ def as_array(value: Any, what: str) -> Array:
     except (ValueError, TypeError, OverflowError, ProtocolError) as exc:
         raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
     if type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        raise SourceError(f"{what}: a masked array cannot be sent; fill in what is masked, array.filled(0) for example")
-    if array.dtype.kind == "V" and array.dtype.name == "bfloat16":  # of ml_dtypes, as JAX has it; a name costs 5 us
+        raise SourceError(f"{what}: a masked array cannot be sent; fill the masked values, as with array.filled(0)")
+    if array.dtype.kind == "V" and array.dtype.name == "bfloat16":  # from ml_dtypes, as in JAX; `name` takes 5 us
         array = array.astype(np.float32)
     if array.dtype.kind not in "biufO" or array.dtype.itemsize > 8:
         raise SourceError(
@@ -335,7 +335,7 @@ def _has_boolean(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _array_of_tensor(value: Any) -> Array:
-    """Return an array of a tensor of torch or paddle, on whichever device it lies."""
+    """Return a torch or paddle tensor on any device as an array."""
     try:
         tensor = value.detach().cpu()
         array: Array = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
@@ -345,9 +345,9 @@ def _array_of_tensor(value: Any) -> Array:
 
 
 class RowBuffer:
-    """At most `most` rows of an input, copied when they come: the source may fill its buffer again for the next row.
+    """At most `most` rows of an input, copied on arrival: the source may reuse its buffer for the next row.
 
-    `remedy` says in messages what to do about rows of different shapes.
+    `remedy` tells the user in messages how to fix rows of different shapes.
     """
 
     def __init__(self, name: str, most: int, remedy: str) -> None:
@@ -361,7 +361,7 @@ class RowBuffer:
         """Add rows, an array [rows, ...]; `what` names their sample in messages.
 
         Raises:
-            SourceError: They have another shape than the rows before, or no type holds all of them unchanged.
+            SourceError: Their shape differs from earlier rows, or no type holds all rows unchanged.
         """
         self._admit(rows, what)
         stop = self._count + len(rows)
@@ -385,7 +385,7 @@ class RowBuffer:
     def gathered(self) -> Array:
         """Return all rows so far, [rows, ...]."""
         found = self._rows[: self._count]
-        return found if 2 * self._count > len(self._rows) else found.copy()  # a few rows need not keep room for all
+        return found if 2 * self._count > len(self._rows) else found.copy()  # a few rows must not keep it all
 
     def _grow(self, least: int) -> None:
         rows = self._rows
@@ -404,7 +404,7 @@ class RowBuffer:
 
 
 def _changed_in(dtype: np.dtype[np.generic], array: Array) -> bool:
-    """Return whether whole numbers of 64 bits might become others, as floating-point numbers."""
+    """Return whether 64-bit whole numbers might change as floating-point numbers."""
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or dtype.kind != "f" or not array.size:
         return False
     return max(-int(array.min()), int(array.max())) > EXACT_FLOAT64

@@ -1,9 +1,9 @@
-"""TLS and tokens: the files of certificates, keys and tokens, and why a TLS handshake failed.
+"""TLS and tokens: files of certificates, keys and tokens, and diagnoses of failed TLS handshakes.
 
 `CredentialFiles` reads the files again when they change, without a restart; unusable files do not replace usable ones.
 The standard library checks certificates before gRPC gets them.
 
-For a failed handshake, gRPC gives a code of its TLS library at best, or "Socket closed". `explain_handshake` connects
+For a failed handshake, gRPC reports at best a code of its TLS library, or "Socket closed". `explain_handshake` connects
 once more with the standard library, which names the reason. `PeerTLS` is mutual TLS over plain sockets, between the
 agents of a job. gRPC channels and listening ports are in `edl.protocol.channel`.
 """
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 AUTHORIZATION: Final = "authorization"
 """Metadata of each call: `Bearer TOKEN` (RFC 6750)."""
 CHECK_EVERY_S: Final = 2.0
-"""How often files are checked while connections are open: four `stat` calls. A revocation takes effect that late."""
+"""How often files are checked while connections are open: four `stat` calls. A revocation takes at most this long."""
 
 _MOST_NBYTES: Final = 1 << 20
-"""Bundles of all public CAs have 200 kB. A much larger file is not PEM, and would be read repeatedly."""
+"""A bundle of all public CAs has 200 kB. A much larger file is not PEM, and would be read repeatedly."""
 _PEM: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----(.*?)-----END \1-----", re.DOTALL)
 _GRPC_KEYS: Final = tuple(map(bytes.fromhex, ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")))
 """Object identifiers of RSA keys, EC P-256 and EC P-384 in a certificate: gRPC's TLS library loads a certificate for
 another key (P-521, Ed25519, RSA-PSS), and then refuses every handshake."""
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750, b64token
 _LEAST_TOKEN: Final = 16
-"""Characters of a token that a teacher takes: shorter ones can be guessed over the network."""
+"""Shortest token that a teacher accepts, in characters: shorter ones can be guessed over the network."""
 
 
 # The contents of the files
@@ -51,9 +51,9 @@ _LEAST_TOKEN: Final = 16
 
 @dataclass(frozen=True)
 class Material:
-    """The contents of the files. Secrets show in no representation."""
+    """The contents of the files. Secrets never appear in its repr."""
 
-    version: int  # counts the changes that were taken up
+    version: int  # number of changes so far
     ca: bytes | None = field(repr=False)  # PEM of the trusted CAs
     pair: tuple[bytes, bytes] | None = field(repr=False)  # PEM of certificate and key
     tokens: tuple[str, ...] = field(repr=False)  # in the order of the file
@@ -67,10 +67,10 @@ class Material:
 
 
 def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
-    """Read bearer tokens, one a line, without empty lines and comments (#). A server takes none that can be guessed.
+    """Read bearer tokens, one per line, without empty lines and comments (#). A server refuses guessable ones.
 
     Raises:
-        SettingsError: The file cannot be used. The message holds nothing of its contents.
+        SettingsError: The file cannot be used. The message never shows its contents.
     """
     tokens = []
     lines = _read(path, "token file", secret=True).decode("utf-8-sig", "replace").splitlines()
@@ -79,7 +79,7 @@ def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
             continue
         if not _TOKEN.fullmatch(line):
             raise SettingsError(
-                f"token file {path!r}, line {number}: a token has letters, digits and -._~+/= only, one a line"
+                f"token file {path!r}, line {number}: a token contains only letters, digits and -._~+/=, one per line"
             )
         if serving and len(line) < _LEAST_TOKEN:
             raise SettingsError(
@@ -88,7 +88,7 @@ def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
             )
         tokens.append(line)
     if not tokens:
-        raise SettingsError(f"token file {path!r} holds no token: write one a line (openssl rand -hex 32)")
+        raise SettingsError(f"token file {path!r} contains no token: write one per line (openssl rand -hex 32)")
     return tuple(tokens)
 
 
@@ -98,18 +98,18 @@ def certificates_in(pem: bytes) -> list[bytes]:
 
 
 def load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
-    """Load a pair that was read already, so that what is checked is what is used; also into a context in use."""
-    memory = os.memfd_create("edl-tls")  # the standard library takes file names only, and no disk may have the key
+    """Load a pair that is already read, so that the checked pair is the one used; also into a context in use."""
+    memory = os.memfd_create("edl-tls")  # the standard library takes only file names, and the key must not touch a disk
     try:
         with os.fdopen(os.dup(memory), "wb") as file:
             file.write(key + chain)
-        context.load_cert_chain(f"/proc/self/fd/{memory}", password=lambda: "")  # else OpenSSL asks at the terminal
+        context.load_cert_chain(f"/proc/self/fd/{memory}", password=lambda: "")  # else OpenSSL prompts at the terminal
     finally:
         os.close(memory)
 
 
 def context_for(ca: bytes | None, pair: tuple[bytes, bytes] | None, *, serving: bool) -> ssl.SSLContext:
-    """Return a context of the standard library that trusts and shows the same as gRPC does with these."""
+    """Return a standard library context that trusts and presents the same certificates as gRPC would."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if ca is not None:
@@ -121,7 +121,7 @@ def context_for(ca: bytes | None, pair: tuple[bytes, bytes] | None, *, serving: 
 
 
 def _unverified() -> ssl.SSLContext:
-    """Return a context that finds out whether a server speaks TLS; no data may be sent over such a connection."""
+    """Return a context to test whether a server speaks TLS; never send data over such a connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -153,12 +153,12 @@ def _read(path: str, what: str, *, secret: bool = False) -> bytes:
     if not data.strip():
         raise SettingsError(f"{what} {path!r} is empty")
     if len(data) > _MOST_NBYTES:
-        raise SettingsError(f"{what} {path!r} has more than {_MOST_NBYTES:,} bytes: this must be another file")
+        raise SettingsError(f"{what} {path!r} has more than {_MOST_NBYTES:,} bytes: this must be the wrong file")
     return data
 
 
 def _read_certificates(path: str, what: str) -> bytes:
-    """Read certificates, and write clean PEM: gRPC skips those that do not begin a line or follow a byte order mark."""
+    """Read certificates, and write clean PEM: gRPC skips those that follow a byte order mark or do not begin a line."""
     pem = _read(path, what)
     try:
         found = certificates_in(pem)
@@ -166,7 +166,7 @@ def _read_certificates(path: str, what: str) -> bytes:
         found = []
     if not found or len(found) != pem.count(b"-----BEGIN CERTIFICATE-----"):
         raise SettingsError(
-            f"{what} {path!r} holds no certificate, or a damaged one: expected PEM, -----BEGIN CERTIFICATE-----"
+            f"{what} {path!r} contains no certificate, or a damaged one: expected PEM, -----BEGIN CERTIFICATE-----"
         )
     return "".join(map(ssl.DER_cert_to_PEM_cert, found)).encode()
 
@@ -176,7 +176,7 @@ def _read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
     chain = _read_certificates(cert, "TLS certificate")
     found = [part for part in _PEM.finditer(_read(key, "TLS key", secret=True)) if part[1].endswith(b"PRIVATE KEY")]
     if not found:
-        raise SettingsError(f"TLS key {key!r} holds no private key: expected PEM, -----BEGIN PRIVATE KEY-----")
+        raise SettingsError(f"TLS key {key!r} contains no private key: expected PEM, -----BEGIN PRIVATE KEY-----")
     private = found[0][0] + b"\n"
     if b"ENCRYPTED" in private:
         raise SettingsError(
@@ -195,22 +195,22 @@ def _read_ca(ca: str) -> bytes:
         found = ssl.get_default_verify_paths().cafile
         if found is None:
             raise SettingsError(
-                f"TLS CA {ca!r}: this system has no file of CAs where OpenSSL looks; name one, or set SSL_CERT_FILE"
+                f"TLS CA {ca!r}: this system has no CA file where OpenSSL looks for one; name one, or set SSL_CERT_FILE"
             )
         ca = found
     bundle = _read_certificates(ca, "TLS CA file")
     try:
         context_for(bundle, None, serving=False)
     except ssl.SSLError as exc:
-        raise SettingsError(f"TLS CA file {ca!r} holds no usable certificate: {_reason_of(exc)}") from exc
+        raise SettingsError(f"TLS CA file {ca!r} contains no usable certificate: {_reason_of(exc)}") from exc
     return bundle
 
 
 def _identity(pair: tuple[bytes, bytes], settings: Credentials, *, serving: bool) -> tuple[tuple[str, ...], str]:
-    """Check that a certificate fits its key and is valid now, and return its names and when it expires.
+    """Check that a certificate matches its key and is valid now; return its names and expiry.
 
-    The standard library reads certificates only in a handshake. So both sides are played in memory, and the other side
-    trusts this certificate alone.
+    The standard library reads certificates only in a handshake. So this runs both sides in memory, and the other side
+    trusts only this certificate.
     """
     client, server = _unverified(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     other = client if serving else server
@@ -233,8 +233,7 @@ def _identity(pair: tuple[bytes, bytes], settings: Credentials, *, serving: bool
         if exc.reason != "KEY_VALUES_MISMATCH":
             raise SettingsError(f"{what} with key {settings.key!r} cannot be used: {_reason_of(exc)}") from exc
         raise SettingsError(
-            f"TLS key {settings.key!r} does not match certificate {settings.cert!r}: give the key that the certificate "
-            "was made for"
+            f"TLS key {settings.key!r} does not match certificate {settings.cert!r}: give the key of the certificate"
         ) from exc
     found: dict[str, Any] = ends[0 if serving else 1].getpeercert() or {}
     names = [str(value) for kind, value in found.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
@@ -249,10 +248,10 @@ def _reason_of(exc: ssl.SSLError) -> str:
 class CredentialFiles:
     """Reads the files of `credentials`, and reads them again when they change. Thread-safe.
 
-    If they are a server's (`serving`), `ca` signs its clients' certificates.
+    For a server (`serving`), `ca` signs its clients' certificates.
 
     Raises:
-        SettingsError: A file cannot be used, or a setting is missing; says which, and what to do.
+        SettingsError: A file cannot be used, or a setting is missing; names it and the remedy.
     """
 
     def __init__(self, credentials: Credentials, *, serving: bool = False) -> None:
@@ -265,7 +264,7 @@ class CredentialFiles:
             )
         if not serving and (credentials.cert or credentials.server_name) and not credentials.ca:
             raise SettingsError(
-                "TLS is set without a CA, so nothing says which servers to believe: name the CA that signs their "
+                "TLS is set without a CA, so no server can be verified: name the CA that signs their "
                 f"certificates, --tls-ca FILE (EDL_TLS_CA, ca=), or {SYSTEM_CA!r} for those of this system"
             )
         if serving and credentials.ca == SYSTEM_CA:
@@ -277,11 +276,11 @@ class CredentialFiles:
         self._checked_at = time.monotonic()
         self._complaint = ""
         self._material = self._read(0)
-        self.settings = _absolute(credentials)  # the program may change its folder before they are read again
+        self.settings = _absolute(credentials)  # the program may change its working folder before they are read again
 
     @classmethod
     def of(cls, credentials: Credentials, *, serving: bool = False) -> CredentialFiles | None:
-        """Return None where nothing is set."""
+        """Return the files, or None if nothing is set."""
         return cls(credentials, serving=serving) if credentials else None
 
     @property
@@ -290,7 +289,7 @@ class CredentialFiles:
         return bool(self.settings.cert if self.serving else self.settings.ca)
 
     def current(self, *, now: bool = False) -> Material:
-        """Return what the files hold, as of `CHECK_EVERY_S` ago or newer, or `now`, for rare events like a connection.
+        """Return the files' contents, at most `CHECK_EVERY_S` old, or as of `now` for rare events like a connection.
 
         Unusable files are logged, and the earlier ones stay in use. Never raises for them.
         """
@@ -304,14 +303,14 @@ class CredentialFiles:
                 if seen == self._seen:
                     return self._material
                 material = self._read(self._material.version + 1)
-            except Exception as exc:  # whatever it is: revocations must still be looked for
-                # The next look tries again: files are replaced one after the other, and a key may follow in a moment.
+            except Exception as exc:  # any error: revocations must still be checked for
+                # The next check tries again: files are replaced one after the other, and a key may follow soon.
                 foreseen = isinstance(exc, SettingsError)
                 why = str(exc) if foreseen else f"{type(exc).__name__}: {exc}"
                 if why != self._complaint:
                     self._complaint = why
                     logger.warning(
-                        "new credentials are unusable, the earlier ones stay: %s", why, exc_info=not foreseen
+                        "new credentials are unusable, the earlier ones stay in use: %s", why, exc_info=not foreseen
                     )
                 return self._material
             self._seen = seen
@@ -324,7 +323,7 @@ class CredentialFiles:
             return material
 
     def explain_certificate(self) -> str:
-        """Return why this side's own certificate is useless at this moment; empty if it is valid."""
+        """Return why this side's own certificate cannot be used now; empty if it is valid."""
         pair = self.current(now=True).pair
         if pair is not None:
             try:
@@ -345,7 +344,7 @@ class CredentialFiles:
         return Material(version, ca, pair, tokens, *identity)
 
     def _look(self) -> Sequence[object]:
-        """Return what changes when a file does, also by a `rename` onto it, or by the link that Kubernetes moves."""
+        """Return a value that changes with a file, including by a `rename` onto it or a moved Kubernetes link."""
         found: list[object] = []
         for path in (self.settings.ca, self.settings.cert, self.settings.key, self.settings.token_file):
             with contextlib.suppress(OSError):
@@ -367,7 +366,7 @@ def _absolute(credentials: Credentials) -> Credentials:
 _TIMEOUT_S: Final = 2.0
 """For each step of a connection: less than a student waits between two attempts to connect to a lost teacher."""
 _SIGNS: Final = re.compile("andshake|Verification Check|Socket closed|reset by peer|ALPN|SSL_ERROR|Broken pipe")
-"""What may hide a failed handshake in gRPC's words for a failed connection."""
+"""Signs in gRPC's connection errors that a failed handshake may be the cause."""
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
 _ABOUT_CERTIFICATES: Final = re.compile("ALERT_(CERTIFICATE|BAD_CERT|UNKNOWN_CA|ACCESS|NO_CERT)")
 _UNTRUSTED: Final = (2, 7, 18, 19, 20, 21)
@@ -375,14 +374,14 @@ _UNTRUSTED: Final = (2, 7, 18, 19, 20, 21)
 
 
 def host_of(endpoint: str) -> str:
-    """Return the name that a certificate must hold by default: the host in `host:port`, localhost for `unix:/path`."""
+    """Return the name that a certificate must have by default: the host in `host:port`, localhost for `unix:/path`."""
     return "localhost" if endpoint.startswith("unix:") else endpoint.rpartition(":")[0].strip("[]")
 
 
 def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles | None, *, authority: str = "") -> str:
-    """Connect to a gRPC server once more, and return why no connection can be made. Takes up to some seconds.
+    """Connect to a gRPC server once more, and return why the connection fails. Takes up to some seconds.
 
-    The result is empty if the reason has nothing to do with TLS, or if `words`, gRPC's own, say so; None ignores them.
+    The result is empty if the reason is unrelated to TLS, or if gRPC's message `words` rules TLS out; None ignores it.
     The certificate is checked for the host of `authority`, if given.
     """
     if words is not None and not _SIGNS.search(words):
@@ -401,36 +400,36 @@ def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles |
             return ""
         if exc.reason in _NO_TLS:
             return (
-                f"{endpoint} does not speak TLS, and this side has a CA set: give the server a certificate "
-                "(edl serve --tls-cert --tls-key), or leave the CA out here (EDL_TLS_CA)"
+                f"{endpoint} does not speak TLS, but this side has a CA set: give the server a certificate "
+                "(edl serve --tls-cert --tls-key), or unset the CA here (EDL_TLS_CA)"
             )
         if not _ABOUT_CERTIFICATES.search(exc.reason or ""):
             return f"{endpoint}: the TLS handshake failed: {_reason_of(exc)}"
         ended = True
     except (OSError, ValueError):
-        return ""  # it is away, or silent: gRPC's words are as good
+        return ""  # it is down or silent: gRPC's message says as much
     if files is None or material is None:
         return (
-            f"{endpoint} speaks TLS, and this side has no CA set: name the one that signs its certificate "
+            f"{endpoint} speaks TLS, but this side has no CA set: name the one that signs its certificate "
             "(EDL_TLS_CA, --tls-ca, ca=)"
         )
     if not ended:
         return ""
     if material.pair is None:
         return (
-            f"{endpoint} requires a client certificate (mutual TLS), and this side shows none: set one (EDL_TLS_CERT "
+            f"{endpoint} requires a client certificate (mutual TLS), but this side sends none: set one (EDL_TLS_CERT "
             "and EDL_TLS_KEY, --tls-cert and --tls-key)"
         )
     why = files.explain_certificate() or (
-        "it is signed by no CA that the server knows (its --tls-ca), perhaps since that was replaced; have a new one "
-        "issued, or, if an intermediate CA signed it, put that one's certificate behind it in the file"
+        "no CA that the server trusts (its --tls-ca) signed it, perhaps because that CA was replaced; have a new one "
+        "issued, or, if an intermediate CA signed it, append that CA's certificate to the file"
     )
-    return f"{endpoint} does not take this side's certificate {settings.cert!r}: {why}"
+    return f"{endpoint} does not accept this side's certificate {settings.cert!r}: {why}"
 
 
 def _shake_hands(endpoint: str, context: ssl.SSLContext, name: str) -> bool:
     """Connect, and wait for the server's first byte; return whether it ended the connection instead."""
-    context.set_alpn_protocols(["h2"])  # without it gRPC's servers refuse
+    context.set_alpn_protocols(["h2"])  # gRPC servers require it
     host, _, port = endpoint.rpartition(":")
     with (
         socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_S) as plain,
@@ -449,16 +448,16 @@ def _why_unverified(what: str, exc: ssl.SSLCertVerificationError, ca: str | None
             return f"{what} has expired: have a new one issued, and replace its files; that needs no restart"
         case 9:
             now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-            return f"{what} is not valid yet: see its dates, and the clock of this host ({now})"
+            return f"{what} is not valid yet: check its dates, and the clock of this host ({now})"
         case 62 | 64:
             return (
-                f"{what} is for another name, not for {expected!r}: have one issued with {expected!r} in its "
+                f"{what} is for a different name, not for {expected!r}: have one issued with {expected!r} in its "
                 "subjectAltName, or set the expected name (EDL_TLS_SERVER_NAME, --tls-server-name, server_name=)"
             )
     if exc.verify_code in _UNTRUSTED and ca:
         return (
-            f"{what} is signed by no CA in {ca!r} ({exc.verify_message}): add the CA that signed it, or, if that is an "
-            "intermediate one, put it behind the certificate in the certificate's own file; or another server answers"
+            f"{what} is not signed by a CA in {ca!r} ({exc.verify_message}): add the CA that signed it, or, if that is "
+            "an intermediate one, append it to the certificate's own file; or a different server answers"
         )
     return f"{what} cannot be used: {exc.verify_message}"
 
@@ -476,13 +475,13 @@ class PeerTLS:
     def __init__(self, credentials: Credentials) -> None:
         if not (credentials.ca and credentials.cert and credentials.key):
             raise SettingsError(
-                "TLS between nodes takes all of --tls-ca, --tls-cert and --tls-key (EDL_TLS_CA, EDL_TLS_CERT, "
+                "TLS between nodes needs all of --tls-ca, --tls-cert and --tls-key (EDL_TLS_CA, EDL_TLS_CERT, "
                 "EDL_TLS_KEY): each node is a server and a client to the others"
             )
         self._files = CredentialFiles(credentials, serving=True)
 
     def server_name(self, host: str) -> str:
-        """Return the name that the certificate of a node at `host` must hold."""
+        """Return the name that the certificate of a node at `host` must contain."""
         return self._files.settings.server_name or host
 
     def context(self, *, serving: bool) -> ssl.SSLContext:
@@ -510,13 +509,13 @@ class PeerTLS:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise `ProtocolError` where the other side refuses this node's certificate: TLS 1.3 tells it later."""
+        """Raise `ProtocolError` if the other side refuses this node's certificate: TLS 1.3 reports it later."""
         try:
             yield
         except ssl.SSLError as exc:
             if "ALERT" not in (exc.reason or ""):
                 raise
             remedy = self._files.explain_certificate() or (
-                "have it issued by a CA that the other node knows, and for this node's name"
+                "have it issued by a CA that the other node trusts, and for this node's name"
             )
-            raise ProtocolError(f"it does not take this node's certificate ({_reason_of(exc)}): {remedy}") from exc
+            raise ProtocolError(f"it does not accept this node's certificate ({_reason_of(exc)}): {remedy}") from exc

@@ -1,6 +1,6 @@
-"""gRPC as EDL uses it. Import `grpc` from here.
+"""Configures gRPC for EDL. Import `grpc` from here.
 
-gRPC's fork handlers crash the forked workers of a `DataLoader` while requests are under way in the parent, so they are
+gRPC's fork handlers crash the forked workers of a `DataLoader` while requests are pending in the parent, so they are
 switched off before its first import. A child that does not touch the parent's channels is safe without them, and EDL
 refuses to touch them there.
 """
@@ -23,7 +23,7 @@ __all__ = ["DIRECT", "FORK_HANDLERS", "grpc"]
 
 DIRECT: tuple[tuple[str, int], ...] = (("grpc.enable_http_proxy", 0),)
 """Options of every channel to a teacher. `http_proxy` and similar settings are for access to the web: a proxy does
-not know a teacher's name, would see the training data, and may cut a stream that is quiet."""
+not know a teacher's name, would see the training data, and may close an idle stream."""
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
@@ -34,7 +34,7 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
     return not (harmless and "PollerCompletionQueue._handle_events" in record.getMessage())
 
 
-# All event loops of a process share one queue of gRPC's. A loop that finds it empty, or finds an event for a loop that
+# All event loops of a process share one gRPC queue. A loop that finds it empty, or finds an event for a loop that
 # was closed since, has asyncio log a traceback, though nothing is wrong (grpc/grpc#25364). Readers and servers have
-# loops of their own, so a process with two of them would see these.
+# their own loops, so a process with two of them would see these.
 logging.getLogger("asyncio").addFilter(_is_worth_telling)

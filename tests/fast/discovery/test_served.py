@@ -251,7 +251,7 @@ def test_tls_of_a_served_store(serve: Serve, tmp_path: Path) -> None:
             store.get("a")
     strange = stranger.issue(*HERE).save(tmp_path, "strange")
     foreign = Credentials(ca=own.ca, **strange)  # type: ignore[arg-type]
-    with opened(server, foreign) as store, pytest.raises(DiscoveryError, match="does not take this side's certificate"):
+    with opened(server, foreign) as store, pytest.raises(DiscoveryError, match="not accept this side's certificate"):
         store.get("a")
     plain = StoreServer(str(tmp_path / "plain.sqlite"), ListenAddress(LOCAL, 0))
     try:

@@ -515,8 +515,8 @@ def test_sigterm_takes_the_server_out(inside: StartInside, registry: Registry, u
     ("wrong", "words"),
     [
         ("token", "no token: put one of this server's tokens"),
-        ("CA", "signed by no CA in"),
-        ("nothing", "speaks TLS, and this side"),
+        ("CA", "not signed by a CA in"),
+        ("nothing", "speaks TLS, but this side"),
         ("model", "its model 'other' is not"),
     ],
 )

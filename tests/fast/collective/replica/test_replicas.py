@@ -460,7 +460,7 @@ def test_state_on_the_network(tmp_path: Path, receive: Callable[..., Receiver], 
 
 def test_receiver_for_another_name(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
     receiver, state = receive(tls=tls_of(tmp_path / "tls", CA.issue("node-1.example"))), keep(tmp_path / "kept", 7)
-    with pytest.raises(ProtocolError, match=r"its certificate is for another name, not for '127\.0\.0\.1'"):
+    with pytest.raises(ProtocolError, match=r"its certificate is for a different name, not for '127\.0\.0\.1'"):
         receiver.send(state, tls=tls_of(tmp_path / "sender"))
     receiver.send(state, tls=tls_of(tmp_path / "sender", server_name="node-1.example"))
     assert receiver.steps() == [7]
@@ -470,7 +470,7 @@ def test_receiver_for_another_name(tmp_path: Path, receive: Callable[..., Receiv
     ("wrong", "words"),
     [
         ("secret", "does not know the secret"),
-        ("CA", "signed by no CA in"),
+        ("CA", "not signed by a CA in"),
         ("plain", "set TLS on all nodes or on none"),
     ],
 )
@@ -508,5 +508,5 @@ def test_all_three_files_are_wanted(tmp_path: Path, missing: tuple[str, ...]) ->
     told = {"ca": CA.save(tmp_path), **GOOD.save(tmp_path)}
     for name in missing:
         del told[name]
-    with pytest.raises(SettingsError, match="takes all of --tls-ca, --tls-cert and --tls-key"):
+    with pytest.raises(SettingsError, match="needs all of --tls-ca, --tls-cert and --tls-key"):
         PeerTLS(Credentials(**told))

@@ -61,7 +61,7 @@ def test_environment_is_enough(start: Start, tmp_path: Path, ca: Authority, monk
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     read(teacher)
-    why_unused(reader(teacher, Credentials()), "speaks TLS, and this side has no CA set.*EDL_TLS_CA")
+    why_unused(reader(teacher, Credentials()), "speaks TLS, but this side has no CA set.*EDL_TLS_CA")
     Pair(ca.issue().cert, ca.issue().key).save(tmp_path)
     with pytest.raises(Exception, match=r"ended with code 2[\s\S]*does not match certificate"):
         start("echo", env=env)
@@ -94,17 +94,17 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "client of a foreign CA": (
         lambda folder, ca: (serving(folder, ca.issue(), ca), believing(folder, ca, Authority("other").issue())),
-        "does not take this side's certificate.*no CA that the server knows.*"
-        "if an intermediate CA signed it, put that one's certificate behind it in the file",
+        "does not accept this side's certificate.*no CA that the server trusts.*"
+        "if an intermediate CA signed it, append that CA's certificate to the file",
     ),
     "foreign CA": (
         lambda folder, ca: (serving(folder, Authority("other").issue()), believing(folder, ca)),
-        r"signed by no CA in .*student-ca\.pem.*"
-        "if that is an intermediate one, put it behind the certificate in the certificate's own file",
+        r"not signed by a CA in .*student-ca\.pem.*"
+        "if that is an intermediate one, append it to the certificate's own file",
     ),
     "another name": (
         lambda folder, ca: (serving(folder, ca.issue("teacher.example")), believing(folder, ca)),
-        "is for another name, not for '127.0.0.1'.*EDL_TLS_SERVER_NAME",
+        "is for a different name, not for '127.0.0.1'.*EDL_TLS_SERVER_NAME",
     ),
     # The registry names the host; who changes it must not be able to choose the certificate with it.
     "the host's name alone": (
@@ -196,7 +196,7 @@ def test_new_certificate_without_restart(serve: Serve, tmp_path: Path, ca: Autho
     before.read()
     later = teacher.metric("edl_teacher_certificate_expiry_seconds") - expiry
     assert later == pytest.approx(4 * 86400, abs=600), "what an alert looks at"
-    why_unused(reader(teacher, believing(tmp_path, ca, server_name="before.example")), "another name, not for 'before")
+    why_unused(reader(teacher, believing(tmp_path, ca, server_name="before.example")), "different name, not for 'before")
 
 
 def test_client_ca_replaced_shuts_out(serve: Serve, tmp_path: Path, ca: Authority, student: Any) -> None:
@@ -205,7 +205,7 @@ def test_client_ca_replaced_shuts_out(serve: Serve, tmp_path: Path, ca: Authorit
     teacher = serve(server=serving(tmp_path, ca.issue(), first) | {"tensor_channel": True})
     shut_out = student(teacher, believing(tmp_path, ca, first.issue("student")))
     second.save(tmp_path, "teacher-ca")
-    shut_out.wait_shut_out("signed by no CA that the server knows")
+    shut_out.wait_shut_out("no CA that the server trusts")
     read(teacher, believing(tmp_path, ca, second.issue("student")))
 
 
@@ -213,7 +213,7 @@ def test_student_that_trusts_no_more(serve: Serve, tmp_path: Path, ca: Authority
     """Its CA is replaced, and not the teacher's certificate: a connection from before is not gone on with."""
     shut_out = student(serve(server=serving(tmp_path, ca.issue())), believing(tmp_path, ca))
     Authority("other").save(tmp_path, "student-ca")
-    shut_out.wait_shut_out("is signed by no CA in")
+    shut_out.wait_shut_out("is not signed by a CA in")
 
 
 def test_tokens_change_and_are_taken_back(

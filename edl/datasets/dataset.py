@@ -1,12 +1,12 @@
-"""Data that are cut into shards: what all kinds have in common, and the simplest kind, which is numbers.
+"""Data that are cut into shards: the base class of all kinds, and the simplest kind, numbers.
 
-Where a data set is created, `open_dataset` looks at the data once and notes in an index where shards begin. The `spec`
+When a data set is created, `open_dataset` reads the data once and records in an index where shards begin. The `spec`
 with that index goes to the master, which hands out leases: ranges of units within a shard. A reader on any machine
-makes the data set again from the `spec`, and reads the units of its leases.
+recreates the data set from the `spec`, and reads the units of its leases.
 
-An index has one or more parts; a source that grows gets further parts appended. A part is a head in JSON and columns of
+An index has one or more parts; a source that grows gets further parts appended. A part has a JSON head and columns of
 whole numbers. A column takes as few bytes per number as its largest number needs. All lowest bytes come first, then
-all second bytes (the shuffle filter of HDF5 and Blosc), and the whole is compressed, so that a shard of a text takes
+all second bytes (the shuffle filter of HDF5 and Blosc), and the result is compressed, so that a shard of text takes
 about six bytes.
 """
 
@@ -32,46 +32,46 @@ from edl.quoting import quote, shown
 from edl.settings import is_above_zero, is_count
 
 UnitId: TypeAlias = int | str
-"""The same in all epochs and for all readers: the unit's number in the data set, or a file's path in the set."""
+"""Stable across epochs and readers: the unit's number in the data set, or a file's path in the set."""
 Options: TypeAlias = Mapping[str, tuple[Any, Any]]
-"""Options of a kind of data sets by name: the default, and the type of another value."""
+"""Options of a kind of data sets by name: the default, and the type of other values."""
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 DEFAULT_SHARD_SIZE: Final = 64
 """Default units per shard: a batch or two, so that a killed worker loses little work. The master hands out thousands of
 shards a second."""
 MOST_INDEX_NBYTES: Final = 48 << 20
-"""Largest index: the master's messages carry 64 MiB. That is enough for about eight million shards of text."""
+"""Largest index: the master's messages hold 64 MiB, enough for about eight million shards of text."""
 _MOST_UNPACKED: Final = 1 << 30
 """Largest part when unpacked, far above any real one. Without it, a few hostile kilobytes would fill the memory."""
 _MAGIC: Final = b"EDLX\x01"
 _HEAD: Final = struct.Struct("<5sII")
-_WIDTHS: Final = (1, 2, 4, 8)  # bytes per number for which NumPy has types
+_WIDTHS: Final = (1, 2, 4, 8)  # bytes per number, as in NumPy's types
 _ORDER: Final = 2
-"""Version of the order within a shard, kept in the index: a shard that is half read in another order would be continued
-at the wrong units. Before, it was `true` and meant a sort by hashes."""
+"""Version of the order within a shard, kept in the index: continuing a half-read shard in a different order would
+read the wrong units. Formerly it was `true` and meant a sort by hashes."""
 ENDLESS: Final = 1 << 62
-"""Units of a `Source`: a reader trusts the master's leases, and the source itself says what it has."""
+"""Units of a `Source`: a reader trusts the master's leases, and the source itself knows its size."""
 _SEEDS: Final = 1 << 64
 """Seeds have 64 bits on the wire."""
 _MOST: Final = 1 << 62
-"""Largest number of units, shard size or epochs: the sum of two of them still has 63 bits."""
+"""Largest number of units, shard size or epochs: the sum of two still fits in 63 bits."""
 _FAILURES: Final = (1 << 31) - 1
 """Failures have 31 bits on the wire."""
 
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """How a data set is cut into shards, in which order they are handed out, and when a lease ends.
+    """How a data set is cut into shards, the order of the shards, and when a lease ends.
 
     Attributes:
-        shard_size: Units (samples, lines, rows, files) per shard. None leaves it to the kind of data set: 64, and for
+        shard_size: Units (samples, lines, rows, files) per shard. None for the kind's default: 64, or for
             Parquet the rows of the largest row group.
         epochs: Passes over the data; 0 for no end.
-        shuffle: Hand out the shards of an epoch in an order that follows from `seed` and the epoch.
-        shuffle_within: Read the units of a shard in an order that follows from `seed`, the epoch and the shard.
+        shuffle: Hand out the shards of an epoch in an order determined by `seed` and the epoch.
+        shuffle_within: Read the units of a shard in an order determined by `seed`, the epoch and the shard.
         seed: Seed of both orders.
-        max_failures: Failures after which a shard is poisoned.
+        max_failures: Number of failures after which a shard is poisoned.
         lease_s: Seconds without a renewal after which a shard goes to another reader.
         session_s: Seconds of silence after which a reader counts as ended.
         flush_s: For a source without an end: seconds without growth after which units that fill no shard are handed
@@ -105,7 +105,7 @@ class ShardSettings:
             is_number = is_count(value) or (type(value) is int and value == least)
             if not (is_number and value <= most) and (name, value) != ("shard_size", None):
                 raise SettingsError(f"{name}={value!r}: must be a whole number from {least} to {most}")
-        for name in ("lease_s", "session_s"):  # finite: a lease without an end would never come back
+        for name in ("lease_s", "session_s"):  # finite: a lease without an end would never return to the queue
             value = getattr(self, name)
             if not (is_above_zero(value) and math.isfinite(value)):
                 raise SettingsError(f"{name}={value!r}: must be a number of seconds above 0")
@@ -126,7 +126,7 @@ class ShardSettings:
         """Return the specification of a data set with this index. `units` is None for a source without an end."""
         if units is None and (self.shuffle or self.shuffle_within or self.epochs != 1):
             raise SettingsError(
-                f"{kind}:{location} has no end: it is neither shuffled nor read several times "
+                f"{kind}:{location} has no end: it can be neither shuffled nor read several times "
                 f"(shuffle={self.shuffle}, shuffle_within={self.shuffle_within}, epochs={self.epochs})"
             )
         if units is not None:
@@ -136,7 +136,7 @@ class ShardSettings:
         index = pack_part(head, columns or {})
         if len(index) > MOST_INDEX_NBYTES:
             raise SettingsError(
-                f"{kind}:{location}: the index would have {len(index) >> 20} MiB, at most {MOST_INDEX_NBYTES >> 20}: "
+                f"{kind}:{location}: the index would take {len(index) >> 20} MiB, more than {MOST_INDEX_NBYTES >> 20}: "
                 f"choose a larger shard_size, or split the files into several data sets"
             )
         return DatasetSpec(
@@ -157,7 +157,7 @@ class ShardSettings:
 
 
 class LeasedUnits(Protocol):
-    """The units of a shard that a reader has: a `Shard` of a `ShardReader`, or anything with the same fields."""
+    """A reader's units of a shard: a `Shard` of a `ShardReader`, or any object with the same fields."""
 
     @property
     def epoch(self) -> int:
@@ -177,14 +177,14 @@ class LeasedUnits(Protocol):
 
 
 class IndexPart(NamedTuple):
-    """A part of an index: a JSON object, and arrays of whole numbers, 0 or larger, by name."""
+    """A part of an index: a JSON object, and arrays of non-negative whole numbers, by name."""
 
     head: dict[str, Any]
     columns: dict[str, Numbers]
 
 
 def pack_part(head: Mapping[str, Any], columns: Mapping[str, Numbers]) -> bytes:
-    """Return a part of an index as bytes. Concatenated parts are an index."""
+    """Return a part of an index as bytes. An index is a concatenation of parts."""
     shapes, planes = [], []
     for name, numbers in columns.items():
         most = int(numbers.max(initial=0))
@@ -197,7 +197,7 @@ def pack_part(head: Mapping[str, Any], columns: Mapping[str, Numbers]) -> bytes:
 
 
 def unpack_parts(index: bytes) -> list[IndexPart]:
-    """Return the parts of an index, which is not trusted: it came over the network."""
+    """Return the parts of an index, which is untrusted: it arrives over the network."""
     parts = []
     at = 0
     try:
@@ -206,11 +206,11 @@ def unpack_parts(index: bytes) -> list[IndexPart]:
             at += _HEAD.size + length
             body = index[at - length : at]
             if magic != _MAGIC or len(body) != length or zlib.crc32(body) != crc:
-                raise ValueError("it is damaged, or from another version of EDL")
+                raise ValueError("the index is damaged, or from another version of EDL")
             inflater = zlib.decompressobj()
             plain = inflater.decompress(body, _MOST_UNPACKED)
             if not inflater.eof:
-                raise ValueError(f"a part has more than {_MOST_UNPACKED >> 20} MiB")
+                raise ValueError(f"a part is larger than {_MOST_UNPACKED >> 20} MiB")
             parts.append(_unpack(plain))
     except (struct.error, zlib.error, ValueError, TypeError, RecursionError) as exc:
         raise ProtocolError(f"the index of the data set cannot be read: {exc}") from exc
@@ -239,7 +239,7 @@ class Dataset(abc.ABC):
 
     Args:
         spec: The specification that the master keeps.
-        samples: A sequence or `Source` of yours, for data sets whose samples your code makes.
+        samples: Your sequence or `Source`, for data sets whose samples your code makes.
 
     Raises:
         SettingsError: The specification cannot be used, or needs `samples`.
@@ -276,20 +276,20 @@ class Dataset(abc.ABC):
 
     @property
     def grows(self) -> bool:
-        """Whether more units may come. A `Follower` tells the master of them."""
+        """Whether more units may follow. A `Follower` reports them to the master."""
         return self.kind in ("follow", "source")
 
     def describe(self) -> str:
-        """Return a line for people: what it is, where, and how much of it."""
+        """Return a one-line description: kind, location and size."""
         files = f", {len(self._paths)} files" if len(self._paths) > 1 else ""
         units = f"{self._known if self._known < ENDLESS else 'no'} {self._unit}{' so far' if self.grows else ''}"
         return f"{self.kind}:{shown(self.spec.location)} ({units}{files})"
 
     @classmethod
     def _read_options(cls, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options of this kind of data set: those that are given, and defaults."""
+        """Return all options of this kind of data set: the given ones, and defaults for the rest."""
         if unknown := given.keys() - cls._options_known.keys():
-            raise SettingsError(f"data of the kind {kind!r} has no option {', '.join(map(repr, sorted(unknown)))}")
+            raise SettingsError(f"data of kind {kind!r} has no option {', '.join(map(repr, sorted(unknown)))}")
         for name, value in given.items():
             default, expected = cls._options_known[name]
             if not isinstance(value, expected) and value is not default:
@@ -299,18 +299,18 @@ class Dataset(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
-        """Look at the data once, and cut them into shards. The index of data that grow (`follow`) knows nothing yet."""
+        """Read the data once, and cut them into shards. The index of data that grow (`follow`) starts empty."""
 
     @abc.abstractmethod
     def _load(self, parts: Sequence[IndexPart]) -> int:
-        """Take over all parts of the index, and return how many units they have.
+        """Load all parts of the index, and return their number of units.
 
         An index that lacks something may raise `LookupError`, `ValueError`, `TypeError` or `AttributeError`.
         """
 
     @abc.abstractmethod
     def _read_units(self, start: int, stop: int) -> Iterable[Any]:
-        """Read units, all of one shard, in order. More or fewer of them mean that the data have changed."""
+        """Read units, all of one shard, in order. A different number means that the data have changed."""
 
     def _id_of(self, unit: int) -> UnitId:
         return unit
@@ -323,7 +323,7 @@ class Dataset(abc.ABC):
             if order not in (False, _ORDER):
                 raise SettingsError(
                     f"{spec.kind}:{quote(spec.location)} was created by a version of EDL that reads the units of a "
-                    f"shard in another order: create it again, under another name"
+                    f"shard in a different order: create it again, under a different name"
                 )
             self._shuffle_within = order == _ORDER
             self._known = self._load(parts)
@@ -332,10 +332,10 @@ class Dataset(abc.ABC):
                 raise
             raise ProtocolError(f"the index of {spec.kind}:{quote(spec.location)} lacks a part: {exc!r}") from exc
         if spec.HasField("units") and self._known not in (spec.units, ENDLESS):
-            raise ProtocolError(f"the index of {spec.kind}:{spec.location} has another number of units")
+            raise ProtocolError(f"the index of {spec.kind}:{spec.location} has a different number of units")
 
     def covers(self, lease: LeasedUnits) -> bool:
-        """Return whether the units of a lease can be read by what is known here. If not, call `update`.
+        """Return whether the index here covers the units of a lease. If not, call `update`.
 
         Args:
             lease: Units of this data set.
@@ -343,13 +343,13 @@ class Dataset(abc.ABC):
         return lease.stop <= self._known
 
     def update(self, spec: DatasetSpec) -> None:
-        """Take over a newer specification of the same data set, which has grown.
+        """Adopt a newer specification of the same data set, which has grown.
 
         Args:
-            spec: As the master has it now.
+            spec: The master's current one.
 
         Raises:
-            SettingsError: It is of another data set.
+            SettingsError: It is for a different data set.
         """
         old, new = self._spec, spec
         if (old.kind, old.location, old.shard_size) != (new.kind, new.location, new.shard_size):
@@ -359,8 +359,8 @@ class Dataset(abc.ABC):
     def read(self, lease: LeasedUnits) -> Iterator[Any]:
         """Read the samples of a lease.
 
-        Sample k is at position `lease.start` + k of the shard's order. A reader that stops after k samples leaves the
-        units from there on to the reader that continues.
+        Sample k is at position `lease.start` + k of the shard's order. If a reader stops after k samples, the next
+        reader continues with the remaining units.
 
         Args:
             lease: Units of this data set.
@@ -369,8 +369,8 @@ class Dataset(abc.ABC):
             An iterator over `lease.stop - lease.start` samples.
 
         Raises:
-            SettingsError: The lease is not of this data set as it is known here.
-            SourceError: The data are missing, cannot be read, or have changed. Names the file.
+            SettingsError: The lease is not covered by the index here.
+            SourceError: The data are missing, cannot be read, or have changed. The message names the file.
         """
         first, stop = self._shard_bounds(lease)
         if self._shuffle_within:
@@ -384,13 +384,13 @@ class Dataset(abc.ABC):
             lease: Units of this data set.
 
         Raises:
-            SettingsError: The lease is not of this data set as it is known here.
+            SettingsError: The lease is not covered by the index here.
         """
         first, stop = self._shard_bounds(lease)
         return [self._id_of(first + place) for place in self._order(lease, first, stop)]
 
     def _order(self, lease: LeasedUnits, first: int, stop: int) -> Sequence[int]:
-        """Return the places of a lease's units in their shard, which has the units `first` to `stop`."""
+        """Return the positions of a lease's units in their shard, which has the units `first` to `stop`."""
         if not self._shuffle_within:
             return range(lease.start - first, lease.stop - first)
         order = Permutation(stop - first, b"%d/%d/%d" % (self._spec.seed, lease.epoch, lease.shard))
@@ -402,7 +402,7 @@ class Dataset(abc.ABC):
             yield samples[place]
 
     def _read_exactly(self, shard: int, start: int, stop: int) -> Iterator[Any]:
-        """Read units, and make sure that there are neither fewer nor more of them."""
+        """Read units, and check their number."""
         count, expected = 0, stop - start
         for sample in itertools.islice(self._read_units(start, stop), expected + 1):
             count += 1
@@ -412,30 +412,30 @@ class Dataset(abc.ABC):
         if count != expected:
             found = f"{count} samples" if count < expected else "more samples"
             raise SourceError(
-                f"{self.describe()}: shard {shard} has {found}, not the {expected} of its index; it has changed"
+                f"{self.describe()}: shard {shard} has {found}, not the {expected} of its index; the data have changed"
             )
 
     def _shard_bounds(self, lease: LeasedUnits) -> tuple[int, int]:
-        """Return the units of the whole shard that the lease is of."""
+        """Return the range of units of the lease's whole shard."""
         first = lease.shard * self._spec.shard_size
         stop = min(first + self._spec.shard_size, self._known)
         if not 0 <= first <= lease.start < lease.stop <= stop:
             raise SettingsError(
                 f"units {lease.start} to {lease.stop} are not in shard {lease.shard} of {self.describe()}, as it is "
-                f"known here; where it has grown, update the data set"
+                f"known here; if it has grown, update the data set"
             )
         return first, stop
 
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
-        """Return how many units there are by now, and whether the source says that it is complete.
+        """Return the current number of units, and whether the source reports that it is complete.
 
-        If the look is `final`, what looks unfinished counts too, such as a line without its end. `update` forgets
-        earlier looks. Raises `SourceError` if the source has shrunk or was replaced.
+        If `final`, units that look unfinished also count, such as a line without its end. `update` discards
+        earlier results. Raises `SourceError` if the source has shrunk or was replaced.
         """
         raise NotImplementedError
 
     def _next_part(self, known: int, units: int) -> bytes:
-        """Return the part of the index from `known` up to `units`: all that `look` has counted, or all full shards."""
+        """Return the part of the index from `known` up to `units`: all that `_look` counted, or all full shards."""
         return b""
 
 
@@ -445,10 +445,10 @@ def _load_again(kind: type[Dataset], spec: bytes, samples: Any) -> Dataset:
 
 @runtime_checkable
 class Source(Protocol):
-    """Units by offset, such as a table that gets rows. Every reader makes its own, which must offer the same."""
+    """Units by offset, such as a growing table. Every reader creates its own, which must return the same units."""
 
     def count(self) -> int:
-        """Return how many units can be read by now. Never falls."""
+        """Return how many units can be read now. Never decreases."""
 
     def ended(self) -> bool:
         """Return whether the source is complete."""
@@ -468,12 +468,12 @@ class NumberedDataset(Dataset):
     @classmethod
     def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
         if not location.isascii() or not location.isdecimal():
-            raise SettingsError(f"range:{location}: expected a size, as in range:1000")
+            raise SettingsError(f"range:{location}: expected a size, such as range:1000")
         return cls.of(location, int(location), settings)
 
     @classmethod
     def of(cls, location: str, units: int | None, settings: ShardSettings, samples: Any = None) -> Dataset:
-        """Cut `units` numbers, or samples of the user's that are called `location`; `units` is None for a `Source`."""
+        """Cut `units` numbers, or the user's samples named `location`; `units` is None for a `Source`."""
         if units is not None and units < 1:
             raise SettingsError(f"range:{location} has no samples")
         kind = "source" if units is None else "range"
@@ -492,8 +492,8 @@ class NumberedDataset(Dataset):
             return ENDLESS
         if self._samples is not None and len(self._samples) != units:
             raise SourceError(
-                f"the sequence has {len(self._samples)} samples here, and {units} where the data set was created: "
-                f"every reader needs the same"
+                f"the sequence has {len(self._samples)} samples here, but had {units} where the data set was created: "
+                f"every reader needs the same one"
             )
         return units
 
@@ -506,9 +506,9 @@ class NumberedDataset(Dataset):
         return (self._samples[number] for number in range(start, stop))
 
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
-        ended = self._samples.ended()  # before the count: what comes in between must not be lost
+        ended = self._samples.ended()  # before the count, so that units added in between are not lost
         units = self._samples.count()
         if units < self._counted:
-            raise SourceError(f"the source had {self._counted} units, and has {units}: offsets mean something else now")
+            raise SourceError(f"the source had {self._counted} units, but now has {units}: its offsets have changed")
         self._counted = units
         return units, ended

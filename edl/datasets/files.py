@@ -1,7 +1,7 @@
-"""Files by path or URL: which there are, ranges of their bytes, and data sets whose units are whole files.
+"""Files by path or URL: finding them, reading byte ranges, and data sets whose units are whole files.
 
-A path is on this machine and needs nothing but Python. A URL goes through fsspec. Every error is a `SourceError` that
-names the file. How to read their bytes as samples does not belong here.
+A path is on this machine and needs only Python. A URL is read through fsspec. Every error is a `SourceError` that
+names the file. Parsing bytes into samples does not belong here.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from edl.errors import EDLError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
 _BLOCK_NBYTES: Final = 4 << 20
-"""Bytes read at a time: a disk reaches its full speed well below that, and a reader holds at most two blocks."""
+"""Bytes read at a time: a disk reaches full speed well below that, and a reader holds at most two blocks."""
 _PERMANENT: Final = {
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 }
-"""Errors that another attempt would not change."""
+"""Errors that a retry would not change."""
 _VERSIONS: Final = ("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "mtime", "created")
-"""Names that file systems of fsspec give to what changes when a file is written again."""
+"""Names in fsspec's file systems for a value that changes when a file is rewritten."""
 
 
 class StorageError(SourceError):
-    """A file could not be read now: the storage may be away. A follower tries again; a reader's shard fails."""
+    """A file cannot be read now: the storage may be unreachable. A follower retries; a reader's shard fails."""
 
 
 class FileStat(NamedTuple):
@@ -43,19 +43,19 @@ class FileStat(NamedTuple):
 
     nbytes: int
     version: str
-    """Changes when the file is written again: its modification time, or an object's tag. Empty if unknown."""
+    """Changes when the file is rewritten: its modification time, or an object's tag. Empty if unknown."""
 
 
 def file_changed(path: str, how: str) -> SourceError:
     """Return the error for a file that differs from the one that was indexed."""
     return SourceError(
-        f"{quote(path)} is not as it was indexed: {how}. Put the file back as it was, and retry what is poisoned; or "
-        f"create the data set again, under another name"
+        f"{quote(path)} has changed since it was indexed: {how}. Restore the file, and retry poisoned shards; or "
+        f"create the data set again, under a different name"
     )
 
 
 def stat_file(path: str) -> FileStat:
-    """Return size and version of a file; one that is missing or not a regular file is an error."""
+    """Return a file's size and version; raise if it is missing or not a regular file."""
     with translated(path):
         if _is_url(path):
             info: dict[str, Any] = _file_system(path).info(path)
@@ -66,14 +66,14 @@ def stat_file(path: str) -> FileStat:
             is_file, nbytes, version = not stat.S_ISDIR(found.st_mode), found.st_size, str(found.st_mtime_ns)
             nbytes = nbytes if stat.S_ISREG(found.st_mode) else None
     if not is_file:
-        raise SourceError(f"{quote(path)} is a folder, not a file: name the files in it, as with /*")
+        raise SourceError(f"{quote(path)} is a folder, not a file: name the files in it, such as with /*")
     if nbytes is None:
         raise SourceError(f"{quote(path)} has no size: a pipe, a device or a stream cannot be read by offsets")
     return FileStat(int(nbytes), version)
 
 
 def read_range(path: str, start: int, stop: int) -> bytes:
-    """Return the bytes `start` to `stop` of a file; fewer where it ends."""
+    """Return the bytes `start` to `stop` of a file; fewer if it ends earlier."""
     with translated(path):
         if _is_url(path):
             data: bytes = _file_system(path).cat_file(path, start=start, end=stop)
@@ -84,17 +84,17 @@ def read_range(path: str, start: int, stop: int) -> bytes:
 
 
 def read_blocks(path: str, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the bytes `start` to `stop` of a file block by block; a file that ends before is an error."""
+    """Yield the bytes `start` to `stop` of a file block by block; raise if the file ends earlier."""
     while start < stop:
         block = read_range(path, start, min(stop, start + _BLOCK_NBYTES))
         if not block:
-            raise file_changed(path, f"it was cut off, and ends at byte {start}, not {stop}")
+            raise file_changed(path, f"it was truncated, and ends at byte {start}, not {stop}")
         yield block
         start += len(block)
 
 
 def open_file(path: str) -> Any:
-    """Return the file, opened to be read by offsets."""
+    """Open a file for reading by offset."""
     with translated(path):
         return _file_system(path).open(path, "rb") if _is_url(path) else Path(path).open("rb")
 
@@ -109,7 +109,7 @@ def _is_folder(location: str) -> bool:
 
 
 def absolute(location: str) -> str:
-    """Return the location in a form that means the same in another working folder."""
+    """Return the location in a form that does not depend on the working folder."""
     if _is_url(location):
         file_system = _file_system(location)
         return str(file_system.unstrip_protocol(file_system._strip_protocol(location)))
@@ -117,9 +117,9 @@ def absolute(location: str) -> str:
 
 
 def list_files(location: str) -> list[str]:
-    """Return the files that an absolute path, folder (with all folders in it) or pattern stands for, sorted.
+    """Return the files of an absolute path, folder (recursively) or pattern, sorted.
 
-    Hidden files are left out unless their names are given. A folder that cannot be listed is an error: files might
+    Hidden files are left out unless their names are given. A folder that cannot be listed raises: files might
     be missing.
     """
     with translated(location):
@@ -134,35 +134,35 @@ def list_files(location: str) -> list[str]:
 
 
 def find_files(location: str) -> tuple[str, list[str], list[FileStat]]:
-    """Return the absolute location, its files, of which there is at least one, and what is known of each."""
+    """Return the absolute location, its files (at least one), and their sizes and versions."""
     location = absolute(location)
     found = list_files(location)
     if not found:
         what = "no file matches" if _is_pattern(location) else "cannot find"
-        raise SettingsError(f"{what} {quote(location)}; workers need it under the same path on their machines")
+        raise SettingsError(f"{what} {quote(location)}; workers also need it at the same path on their machines")
     return location, found, [stat_file(path) for path in found]
 
 
 def is_growing_folder(location: str) -> bool:
-    """Tell whether what grows at a location is a folder or pattern, which gets files; anything else is a text."""
+    """Return whether a growing location is a folder or pattern, which gets files; otherwise it is a text."""
     path = absolute(location)
     return location.endswith("/") or _is_folder(path) or (_is_pattern(path) and path not in list_files(path))
 
 
 def _find_root(location: str) -> str:
-    """Return what the paths of all files of a location begin with, including a slash at the end."""
+    """Return the common prefix of the paths of all files of a location, with a slash at the end."""
     if _is_folder(location):
         return f"{location.rstrip('/')}/"
     return _plain_folder(location) if _is_pattern(location) else f"{location.rpartition('/')[0]}/"
 
 
 def _plain_folder(pattern: str) -> str:
-    """Return the folders before the first wildcard, with a slash at the end."""
+    """Return the path up to the last folder before the first wildcard, with a slash at the end."""
     return f"{re.split(r'[*?[]', pattern, maxsplit=1)[0].rpartition('/')[0]}/"
 
 
 def _expand(folder: str, segments: Sequence[str], above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
-    """Yield the files under `folder` that match; `above` are the folders it is in, to which a link may lead back.
+    """Yield the files under `folder` that match; `above` lists its parent folders, to which a link may lead back.
 
     Neither `glob.glob` nor fsspec can be used here: both leave out folders that they cannot list.
     """
@@ -216,9 +216,9 @@ def _is_url(location: str) -> bool:
 
 
 def _file_system(location: str) -> Any:
-    """Return fsspec's file system for a URL, which keeps nothing of what it listed before."""
+    """Return fsspec's file system for a URL, without cached listings."""
     if "::" in location:
-        raise SettingsError(f"{quote(location)} is a chain of URLs, whose files cannot be named one by one: unpack it")
+        raise SettingsError(f"{quote(location)} is a chain of URLs, whose files have no URLs of their own: unpack it")
     try:
         import fsspec.core  # type: ignore[import-untyped]
 
@@ -226,7 +226,7 @@ def _file_system(location: str) -> Any:
     except (ValueError, ImportError) as exc:
         raise SettingsError(
             f"{quote(location)}: {shown(exc)}; URLs need fsspec, pip install 'elastic-distill[tables]', and the "
-            f"package for this kind of them"
+            f"package for this kind of URL"
         ) from exc
     file_system.invalidate_cache()
     return file_system
@@ -234,7 +234,7 @@ def _file_system(location: str) -> Any:
 
 @contextlib.contextmanager
 def translated(path: str) -> Iterator[None]:
-    """Raise `SourceError` for whatever a file system raises: those of fsspec are made of many libraries."""
+    """Raise `SourceError` for any error of a file system: fsspec's wrap many libraries."""
     try:
         yield
     except EDLError:
@@ -255,7 +255,7 @@ class FileSample:
     """A file of a set.
 
     Attributes:
-        id: Path in the set.
+        id: Path within the set.
         path: Path or URL.
         nbytes: Size in bytes.
         version: Modification time or tag, if that is compared.
@@ -270,20 +270,20 @@ class FileSample:
         """Return all of the file's bytes.
 
         Raises:
-            SourceError: The file cannot be read, or is not what it was when it was indexed.
+            SourceError: The file cannot be read, or has changed since it was indexed.
         """
         data = read_range(self.path, 0, self.nbytes + 1) if self.nbytes else b""
         if self.version and stat_file(self.path).version != self.version:
-            raise file_changed(self.path, "it was written again before it was read")
+            raise file_changed(self.path, "it was rewritten before it was read")
         if len(data) != self.nbytes:
-            raise file_changed(self.path, f"it does not have the {self.nbytes} bytes that it had")
+            raise file_changed(self.path, f"its size is no longer {self.nbytes} bytes")
         return data
 
 
 class FileSet(Dataset):
     """Files in the order of their paths, such as a folder of images. Samples are `FileSample`s.
 
-    The files of a folder that grows are in the order in which they came. A file counts when it has not changed for a
+    The files of a growing folder are in order of arrival. A file counts once it has not changed for a
     while.
     """
 
@@ -292,7 +292,7 @@ class FileSet(Dataset):
 
     @classmethod
     def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
-        grows = kind == "follow"  # then none of the files is known yet
+        grows = kind == "follow"  # then no files are known yet
         location, paths, stats = (absolute(location), [], []) if grows else find_files(location)
         root = _find_root(location)
         names = [path.removeprefix(root) for path in paths]
@@ -301,14 +301,14 @@ class FileSet(Dataset):
 
     def _load(self, parts: Sequence[IndexPart]) -> int:
         self._root, self._check = parts[0].head["root"], parts[0].head["check"]
-        if self._check not in ("mtime", "size"):  # the size alone is for copies whose time differs between machines
+        if self._check not in ("mtime", "size"):  # "size" is for copies whose times differ between machines
             raise SettingsError(f"check={self._check!r}: must be 'mtime' or 'size'")
         self._names: list[str] = [name for part in parts for name in part.head["names"]]
         self._nbytes = np.concatenate([part.columns["nbytes"] for part in parts])
         self._versions = np.concatenate([part.columns["versions"] for part in parts])
         self._found = set(self._names) if self.grows else set()
         self._ready: list[tuple[str, FileStat]] = []
-        self._unsettled: dict[str, tuple[FileStat, float]] = {}  # with the time when each was first seen like that
+        self._unsettled: dict[str, tuple[FileStat, float]] = {}  # with the time when each was first seen in that state
         return len(self._names)
 
     def _id_of(self, unit: int) -> UnitId:
@@ -321,9 +321,9 @@ class FileSet(Dataset):
         path = self._root + self._names[unit]
         found = stat_file(path)
         if found.nbytes != self._nbytes[unit]:
-            raise file_changed(path, f"it has {found.nbytes} bytes, and had {self._nbytes[unit]}")
+            raise file_changed(path, f"it has {found.nbytes} bytes, but had {self._nbytes[unit]}")
         if self._check == "mtime" and zlib.crc32(found.version.encode()) != self._versions[unit]:
-            raise file_changed(path, "it was written again (where only its time differs: check='size')")
+            raise file_changed(path, "it was rewritten (if only its time differs, use check='size')")
         return FileSample(self._names[unit], path, found.nbytes, found.version if self._check == "mtime" else "")
 
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:

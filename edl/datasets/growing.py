@@ -1,9 +1,9 @@
-"""Sources without an end: a text that grows, a folder that gets files, a `Source` of yours; and who follows them.
+"""Sources without an end (a growing text, a folder that gets files, or your `Source`), and their follower.
 
-A data set that grows is opened with an index that knows nothing. A `Follower`, run by the program that created the data
-set, looks at the source every `poll_s` seconds, and tells the master what has come: the number of units, and the next
-part of the index. Readers fetch the newer index when they get a lease that goes beyond theirs. The follower continues
-where the master's index ends, so it keeps nothing, and may be killed and replaced.
+A data set that grows is opened with an empty index. A `Follower`, run by the program that created the data set, checks
+the source every `poll_s` seconds, and reports its growth to the master: the number of units, and the next part of the
+index. Readers fetch the newer index when they get a lease that exceeds theirs. The follower continues where the
+master's index ends, so it stores nothing, and may be killed and replaced.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from edl.settings import is_above_zero
 logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = (1.0, 30.0)
-"""First and longest wait for a master that is away, for which the client has already waited."""
+"""First and longest wait for an unreachable master, after the client's own wait."""
 _CLOSE_S: Final = 10.0
-"""How long `close` waits for a look that is under way: reading some hundred megabytes takes a second."""
+"""How long `close` waits for a running check: reading some hundred megabytes takes a second."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class FollowSettings:
     """How a source is followed.
 
     Attributes:
-        poll_s: Seconds between two looks.
+        poll_s: Seconds between two checks of the source.
         settle_s: Seconds without a change after which a file in a folder counts: it might still be written.
         end_after_s: Seconds without growth after which the source has ended; None for never.
-        end_marker: Path or URL of a file that ends the source when it is there; empty for none.
+        end_marker: Path or URL of a file whose existence ends the source; empty for none.
 
     Raises:
         SettingsError: A value cannot be used.
@@ -57,20 +57,20 @@ class FollowSettings:
 
 
 class Follower:
-    """Follows a source that grows, in a thread of its own. A data set has a single follower at a time.
+    """Follows a source that grows, in its own thread. A data set has a single follower at a time.
 
-    It continues where the master's index ends, so a follower may be killed and another one started. While the master or
-    the storage is away it waits. Any other error ends it, and is kept in `error`.
+    It continues where the master's index ends, so a follower may be killed and another one started. It waits while the
+    master or the storage is unreachable. Any other error ends it, and is kept in `error`.
 
     Args:
         client: A `MasterClient`.
-        name: Name of the data set, which must have been created.
-        dataset: As `open_dataset` or `load_dataset` made it. Nothing else may use it while it is followed.
+        name: Name of the data set, which must exist.
+        dataset: Returned by `open_dataset` or `load_dataset`. Nothing else may use it while it is followed.
         settings: None for the defaults.
         clock: Returns seconds, and never goes back. Tests pass their own.
 
     Attributes:
-        error: What ended the follower; None so far.
+        error: The error that ended the follower; None if there is none.
 
     Raises:
         SettingsError: The data set does not grow.
@@ -86,7 +86,7 @@ class Follower:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not dataset.grows:
-            raise SettingsError(f"{name} does not grow; a data set that does is opened as 'follow:PATH'")
+            raise SettingsError(f"{name} does not grow; open one that does as 'follow:PATH'")
         self.error: EDLError | None = None
         self._client = client
         self._name = name
@@ -102,12 +102,12 @@ class Follower:
         self._loop: BackgroundLoop | None = None
 
     def start(self) -> None:
-        """Follow, in the background."""
+        """Start following, in the background."""
         if self._loop is None:
             self._loop = BackgroundLoop("edl-follower", self._step)
 
     def finish(self) -> None:
-        """Say that the source has ended with what is there now. Returns at once; see `wait_ended`."""
+        """End the source with its current units. Returns at once; see `wait_ended`."""
         self._finishing = True
         if self._loop is not None:
             self._loop.wake()
@@ -119,10 +119,10 @@ class Follower:
             timeout_s: Seconds to wait.
 
         Returns:
-            Whether that has happened in time.
+            Whether that happened in time.
 
         Raises:
-            EDLError: What ended the follower.
+            EDLError: The error that ended the follower.
         """
         ended = self._loop is not None and self._loop.wait_ended(timeout_s)
         if self.error is not None:
@@ -130,34 +130,34 @@ class Follower:
         return ended
 
     def close(self) -> None:
-        """Stop following. That does not end the source: another follower may continue."""
+        """Stop following. This does not end the source: another follower may continue."""
         if self._loop is not None:
             self._loop.close(_CLOSE_S)
 
     def follow_once(self) -> bool:
-        """Look at the source once, and tell the master what has come.
+        """Check the source once, and report its growth to the master.
 
         Returns:
             Whether the source has ended, and the master knows.
 
         Raises:
-            SourceError: The source is not what it was.
-            StorageError: The storage is away.
-            TemporaryError: The master is away.
-            ConflictError: Another follower has ended the data set, or follows it as well.
+            SourceError: The source has changed.
+            StorageError: The storage is unreachable.
+            TemporaryError: The master is unreachable.
+            ConflictError: Another follower has ended the data set, or also follows it.
         """
         if not self._begun:
             self._begin()
-        self._begun = False  # after an error, the master is asked again what it knows
+        self._begun = False  # after an error, ask the master again for its state
         finishing, marker = self._finishing, self._settings.end_marker
         end = self._look(final=finishing) or finishing or (marker != "" and bool(list_files(absolute(marker))))
         quiet_s = self._clock() - self._grown_s
         if not end and self._settings.end_after_s is not None:
             end = quiet_s >= self._settings.end_after_s
-        if end and not finishing:  # what has come since, and what looked unfinished
+        if end and not finishing:  # new units, and those that looked unfinished
             self._look(final=True)
         spec = self._dataset.spec
-        if end or (spec.flush_s > 0 and quiet_s >= spec.flush_s / 2):  # the master, too, waits before it hands them out
+        if end or (spec.flush_s > 0 and quiet_s >= spec.flush_s / 2):  # the master also waits before it hands them out
             self._publish(self._units)
         else:
             self._publish(self._units // spec.shard_size * spec.shard_size)
@@ -169,7 +169,7 @@ class Follower:
     def _begin(self) -> None:
         spec = self._client.describe_dataset(self._name)
         if spec is None:
-            raise SettingsError(f"the master has no data set {self._name}: create it before it is followed")
+            raise SettingsError(f"the master has no data set {self._name}: create it before following it")
         self._dataset.update(spec)
         self._index_nbytes = len(spec.index)
         self._units = self._published = spec.units
@@ -190,8 +190,8 @@ class Follower:
         self._index_nbytes += len(index)
         if self._index_nbytes > MOST_INDEX_NBYTES:
             raise SourceError(
-                f"the index of {self._name} would have more than {MOST_INDEX_NBYTES >> 20} MiB: end the data set, and "
-                f"follow the source's next part under another name, with larger shards"
+                f"the index of {self._name} would exceed {MOST_INDEX_NBYTES >> 20} MiB: end the data set, and "
+                f"follow the source's next part under a different name, with larger shards"
             )
         self._client.extend_dataset(self._name, units, index, self._published)
         self._published = units
@@ -202,12 +202,12 @@ class Follower:
                 return None
         except (TemporaryError, StorageError) as exc:
             wait_s = self._backoff.next_wait_s()
-            logger.warning("data set %s: not followed for %.0f s: %s", self._name, wait_s, exc)
+            logger.warning("data set %s: not followed, retrying in %.0f s: %s", self._name, wait_s, exc)
             return wait_s
         except EDLError as exc:
             if isinstance(exc, ConflictError) and not self._refused:
-                self._refused = True  # because of another follower's part: this one continues where that one ends
-                logger.warning("data set %s: looked at again: %s", self._name, exc)
+                self._refused = True  # another follower added a part: continue where it ends
+                logger.warning("data set %s: checking again: %s", self._name, exc)
                 return self._settings.poll_s
             if not isinstance(exc, ClosedError):
                 logger.error("data set %s is no longer followed: %s", self._name, exc)

@@ -1,7 +1,7 @@
-"""Opens the data set that a name stands for, to be cut into shards, and makes it again from what the master keeps.
+"""Opens a data set by name and cuts it into shards, or recreates it from the master's specification.
 
 A name is `KIND:LOCATION`, or a function of the user's: `MODULE:FACTORY` or `FILE.py:FACTORY`. `edl label` finds such
-functions in the same way. Code is imported only because a user named it, never because a message did.
+functions in the same way. Only a user's name causes an import, never one in a message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS: Final[dict[str, type[Dataset]]] = {
     "files": FileSet,
     "parquet": ParquetDataset,
 }
-"""Kinds that a location names. The index of "follow" names one of them; "source" is a range without an end."""
+"""Kinds that a location may name. The index of "follow" names one of them; "source" is a range without an end."""
 _EXPECTED: Final = (
     f"expected range:SIZE, {', '.join(f'{kind}:PATH' for kind in [*_KINDS, 'follow'] if kind != 'range')}, "
     "MODULE:FACTORY, FILE.py:FACTORY"
@@ -39,21 +39,21 @@ _EXPECTED: Final = (
 def open_dataset(
     location: str, settings: ShardSettings | None = None, *, samples: Any = None, **options: Any
 ) -> Dataset:
-    """Open a data set where it is created, and cut it into shards. Text is read once for that, from start to end.
+    """Open a new data set, and cut it into shards. For this, text is read once from start to end.
 
     Args:
         location: `KIND:LOCATION`, as docs/master.md lists them, or `MODULE:FACTORY` or `FILE.py:FACTORY`: a function
             that returns a sequence of samples or a `Source`.
-        settings: How it is cut and handed out; None for the defaults.
-        samples: A sequence or `Source` that is there already; `location` then is `range:NAME` or `source:NAME`.
+        settings: How to cut it into shards and hand them out; None for the defaults.
+        samples: An existing sequence or `Source`; `location` is then `range:NAME` or `source:NAME`.
         options: Options of the kind, such as `encoding="utf-8"`.
 
     Returns:
-        The data set, whose `spec` is what the master is told.
+        The data set; create it at the master with its `spec`.
 
     Raises:
-        SettingsError: There is no such data set, or no such option.
-        SourceError: The data cannot be read, or change during that time.
+        SettingsError: The data set or an option does not exist.
+        SourceError: The data cannot be read, or change while they are read.
     """
     settings = settings or ShardSettings()
     kind, colon, rest = location.partition(":")
@@ -62,7 +62,7 @@ def open_dataset(
     try:
         rest.encode()
     except UnicodeError as exc:
-        raise SettingsError(f"data {quote(location)}: the name is not text, so no message can carry it") from exc
+        raise SettingsError(f"data {quote(location)}: the name is not valid text and cannot be sent") from exc
     if samples is None and (kind == "follow" or kind in _KINDS):
         found = _KINDS[kind if kind != "follow" else "files" if is_growing_folder(rest) else "lines"]
         return found._create(kind, rest, settings, found._read_options(kind, options))
@@ -75,7 +75,7 @@ def open_dataset(
     if samples is None:
         rest, samples = location, make_samples(find_factory(location, _EXPECTED))
     elif kind not in ("range", "source"):
-        raise SettingsError(f"data {quote(location)}: samples of yours are opened as 'range:NAME' or 'source:NAME'")
+        raise SettingsError(f"data {quote(location)}: open your own samples as 'range:NAME' or 'source:NAME'")
     if isinstance(samples, Source):
         return NumberedDataset.of(rest, None, settings, samples)
     if not is_indexed(samples):
@@ -86,11 +86,11 @@ def open_dataset(
 
 
 def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
-    """Make a data set from what the master keeps of it, to read its shards. Opens no file yet.
+    """Recreate a data set from the master's specification, to read its shards. Opens no file yet.
 
     Args:
-        spec: As the master describes it.
-        samples: For a data set whose samples your code makes: `MODULE:FACTORY` as where it was created, or the object
+        spec: The master's specification.
+        samples: For a data set whose samples your code makes: the `MODULE:FACTORY` it was created with, or the object
             that it returns.
 
     Returns:
@@ -106,21 +106,21 @@ def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
         name = str(parts[0].head.get("of") if parts else None)
     if name not in _KINDS:
         kind = quote(name if name == spec.kind else f"{spec.kind} of {name}")
-        raise SettingsError(f"the data set is of the kind {kind}, which this version of EDL cannot read")
+        raise SettingsError(f"the data set is of kind {kind}, which this version of EDL cannot read")
     if isinstance(samples, str):
         samples = make_samples(find_factory(samples, _EXPECTED))
     return _KINDS[name](spec, samples)
 
 
 def same_data(left: DatasetSpec, right: DatasetSpec) -> bool:
-    """Return whether two specifications are of the same data, cut alike.
+    """Return whether two specifications describe the same data, cut in the same way.
 
-    Their bytes may differ all the same: another build of zlib compresses an index into other bytes. A source that grows
-    is the same however much of it is known.
+    Their bytes may still differ: another build of zlib may compress an index differently. A source that grows counts as
+    the same however many units are known.
 
     Args:
         left: A specification.
-        right: Another one.
+        right: The other one.
     """
     return left == right or _comparable(left) == _comparable(right)
 
@@ -137,7 +137,7 @@ def _comparable(spec: DatasetSpec) -> tuple[DatasetSpec, list[Any]]:
 
 
 def find_factory(name: str, expected: str) -> Any:
-    """Return what `MODULE:FACTORY` or `FILE.py:FACTORY` names."""
+    """Return the object that `MODULE:FACTORY` or `FILE.py:FACTORY` names."""
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute:
         raise SettingsError(f"data {quote(name)}: {expected}")
@@ -167,21 +167,21 @@ def _import(name: str, module: str, expected: str) -> ModuleType:
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as `python FILE` does, so that it finds its neighbours
+        sys.path.insert(0, str(path.parent))  # as `python FILE` does, so that it can import its neighbours
     sys.modules[own] = loaded
     spec.loader.exec_module(loaded)
     return loaded
 
 
 def make_samples(found: Any) -> Any:
-    """Return what a factory returns; samples that are there already as they are."""
+    """Return a factory's result, or existing samples unchanged."""
     is_made = isinstance(found, Source) or hasattr(found, "__getitem__") or hasattr(found, "__iter__")
     return found if not callable(found) or (is_made and not isinstance(found, type)) else found()
 
 
 def is_indexed(data: Any) -> bool:
-    """Return whether samples can be taken by number."""
+    """Return whether samples can be read by number."""
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is not None and isinstance(data, torch_data.IterableDataset):
-        return False  # it has `__getitem__` all the same, which raises
+        return False  # it still has `__getitem__`, which raises
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)

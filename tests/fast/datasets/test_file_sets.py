@@ -69,7 +69,7 @@ def test_files_on_another_storage() -> None:
         assert [sample.id for sample in read_all(dataset)] == ["a/1.bin", "a/b/2.bin"]
         assert [sample.read_bytes() for sample in read_all(dataset)] == [b"a/1.bin", b"a/b/2.bin"]
     memory.pipe_file("/edl-files/a/1.bin", b"a/9.bin")
-    with pytest.raises(SourceError, match="written again"):
+    with pytest.raises(SourceError, match="rewritten"):
         read_all(dataset)
     memory.rm("/edl-files", recursive=True)
     with pytest.raises(SourceError, match="file not found"):
@@ -83,14 +83,14 @@ def test_changed_files_are_an_error(folder: Path) -> None:
     lenient = open_dataset(f"files:{folder}/*.jpg", check="size")
     (sample,) = lenient.read(Lease(0, 0, 0, 1))
     os.utime(folder / "a.jpg", (1, 1))
-    with pytest.raises(SourceError, match=r"a\.jpg' is not as it was indexed: it was written again.*check='size'"):
+    with pytest.raises(SourceError, match=r"a\.jpg' has changed since it was indexed: it was rewritten.*check='size'"):
         read_all(dataset)
     assert len(read_all(lenient)) == 1
     (folder / "a.jpg").write_bytes(b"larger than before")
     with pytest.raises(SettingsError, match="check='md5'"):
         open_dataset(f"files:{folder}", check="md5")
     for changed in (dataset, lenient):
-        with pytest.raises(SourceError, match=r"a\.jpg' is not as it was indexed: it has 18 bytes, and had 5"):
+        with pytest.raises(SourceError, match=r"a\.jpg' has changed since it was indexed: it has 18 bytes, but had 5"):
             read_all(changed)
     with pytest.raises(SourceError, match="does not have the 5 bytes"):
         sample.read_bytes()
@@ -162,7 +162,7 @@ def test_another_order_is_refused() -> None:
     spec = open_dataset("range:8", ShardSettings(shuffle_within=True)).spec
     for order in (True, 3):
         spec.index = pack_part({"named": False, "shuffle_within": order}, {})
-        with pytest.raises(SettingsError, match="in another order: create it again"):
+        with pytest.raises(SettingsError, match="in a different order: create it again"):
             load_dataset(spec)
 
 
@@ -172,7 +172,7 @@ def test_samples_of_a_sequence() -> None:
     again = pickle.loads(pickle.dumps(load_dataset(spec, samples=letters)))
     assert read_all(again) == letters
     assert again.spec == spec
-    with pytest.raises(SourceError, match="9 samples here, and 10"):
+    with pytest.raises(SourceError, match="9 samples here, but had 10"):
         load_dataset(spec, samples=letters[1:])
 
 

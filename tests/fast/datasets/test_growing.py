@@ -132,7 +132,7 @@ def test_reader_is_updated(log: Path) -> None:
     Follower(master, "data", load_dataset(dataset.spec)).follow_once()
     reader = load_dataset(dataset.spec)
     assert not reader.covers(Lease(0, 1, 2, 4))
-    with pytest.raises(SettingsError, match="where it has grown, update"):
+    with pytest.raises(SettingsError, match="if it has grown, update"):
         reader.read(Lease(0, 1, 2, 4))
     reader.update(master.describe_dataset("data"))
     assert reader.covers(Lease(0, 1, 2, 4))
@@ -182,10 +182,10 @@ def test_rotated_text_is_an_error(log: Path, rotate: str, crash: bool) -> None:
         log.write_bytes(b"5\n6\n7\n8\n9\n10\n")
     if crash:
         follower = Follower(master, "data", load_dataset(dataset.spec))
-    words = "No such file" if rotate == "remove" else "log' is not as it was indexed.*(cut off|replaced), or rotated"
+    words = "No such file" if rotate == "remove" else "log' has changed since it was indexed.*(cut off|replaced), or rotated"
     with pytest.raises(SourceError, match=words):
         follower.follow_once()
-    with pytest.raises(SourceError, match=r"log' (is not as it was indexed|cannot be read)"):
+    with pytest.raises(SourceError, match=r"log' (has changed since it was indexed|cannot be read)"):
         master.read()
 
 
@@ -265,7 +265,7 @@ def test_source_that_shrinks() -> None:
     follower = Follower(Master(dataset), "data", dataset)
     follower.follow_once()
     source.rows.pop()
-    with pytest.raises(SourceError, match="has 2: offsets mean something else"):
+    with pytest.raises(SourceError, match="has 2: its offsets have changed"):
         follower.follow_once()
 
 

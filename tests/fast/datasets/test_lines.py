@@ -124,13 +124,13 @@ def test_changed_file_is_an_error(tmp_path: Path, changed: bytes, small: bool, r
         request.getfixturevalue("small_blocks")
     dataset = open_dataset(written(tmp_path, b"a\nb\nc\nd\n"), ShardSettings(shard_size=4))
     written(tmp_path, changed)
-    with pytest.raises(SourceError, match=r"text.*(not as it was indexed|cut off).*create the data set again"):
+    with pytest.raises(SourceError, match=r"text.*(has changed since it was indexed|truncated).*create the data set again"):
         list(dataset.read(Lease(0, 0, 0, 4)))
     dataset = open_dataset(written(tmp_path, b"a\nb\nc\nd\n"), ShardSettings(shard_size=2))
     written(tmp_path, b"a\nb\nX\nd\n")
     os.utime(tmp_path / "text", (1, 1))
     assert list(dataset.read(Lease(0, 0, 0, 2))) == [b"a", b"b"], "only what is different is refused"
-    with pytest.raises(SourceError, match="not as it was indexed: its bytes 4 to 8 are others"):
+    with pytest.raises(SourceError, match="changed since it was indexed: its bytes 4 to 8 are others"):
         list(dataset.read(Lease(0, 1, 2, 4)))
 
 

@@ -161,10 +161,10 @@ def test_replaced_table_is_an_error(tmp_path: Path) -> None:
     samples = dataset.read(Lease(0, 0, 0, 10))
     next(samples)
     write(path, 1, 40)
-    with pytest.raises(SourceError, match=r"a\.parquet' is not as it was indexed"):
+    with pytest.raises(SourceError, match=r"a\.parquet' has changed since it was indexed"):
         list(dataset.read(Lease(0, 1, 10, 20)))
     os.truncate(path, 100)
-    with pytest.raises(SourceError, match=r"a\.parquet' is not as it was indexed: it has 100 bytes"):
+    with pytest.raises(SourceError, match=r"a\.parquet' has changed since it was indexed: it has 100 bytes"):
         list(load_dataset(dataset.spec).read(Lease(0, 1, 10, 20)))
 
 

@@ -131,7 +131,7 @@ def test_what_clients_look_at_first(open_proxy: OpenProxy) -> None:
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"max_tokens": 2}, 400, "generates nothing"),
-    ({"model": "other"}, 404, "there is m"),
+    ({"model": "other"}, 404, "available: m"),
     ({"prompt_logprobs": 10}, 400, "max allowed: 9"),
     ({"prompt": [[1, VOCABULARY * 10**5]]}, 400, "out of vocabulary"),
     ({"prompt": [[1] * 201]}, 400, "at most 200"),

@@ -196,7 +196,7 @@ def test_new_certificate_without_restart(serve: Serve, tmp_path: Path, ca: Autho
     before.read()
     later = teacher.metric("edl_teacher_certificate_expiry_seconds") - expiry
     assert later == pytest.approx(4 * 86400, abs=600), "what an alert looks at"
-    why_unused(reader(teacher, believing(tmp_path, ca, server_name="before.example")), "different name, not for 'before")
+    why_unused(reader(teacher, believing(tmp_path, ca, server_name="before.example")), "name, not for 'before")
 
 
 def test_client_ca_replaced_shuts_out(serve: Serve, tmp_path: Path, ca: Authority, student: Any) -> None:

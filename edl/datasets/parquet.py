@@ -1,8 +1,8 @@
-"""Tables in Parquet files: a unit is a row, and what is read at once is a row group. Needs pyarrow.
+"""Tables in Parquet files: a unit is a row, and a read covers a row group. Needs pyarrow.
 
-Parquet says in a footer where its rows are, so that nothing but footers is read when a data set is opened, and a reader
-decodes the row groups of its shards only. `pyarrow.parquet` does that; the bytes come through `edl.datasets.files`.
-`pyarrow.dataset` would not do: it does not notice that a file was replaced.
+A Parquet footer gives the location of the rows, so opening a data set reads only footers, and a reader decodes only
+the row groups of its shards. `pyarrow.parquet` does that; the bytes come through `edl.datasets.files`.
+`pyarrow.dataset` is unsuitable: it does not notice that a file was replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ParquetDataset(Dataset):
     """Rows of Parquet files. Samples are dictionaries by column; `read_table` gives columns.
 
     The last row group is kept, so that it is decoded once for all its shards that a reader gets one after another.
-    By default a shard has as many rows as the largest row group: where all groups have the same size, a shard is one.
+    By default a shard has as many rows as the largest row group: if all groups have one size, a shard is one group.
     """
 
     _unit: ClassVar[str] = "rows"
@@ -51,7 +51,7 @@ class ParquetDataset(Dataset):
             schema = found if schema is None else schema
             if not schema.equals(found):
                 raise SettingsError(
-                    f"{quote(path)} has other columns than {quote(paths[0])}: {shown(found)}, and {shown(schema)}"
+                    f"{quote(path)} has different columns than {quote(paths[0])}: {shown(found)}, not {shown(schema)}"
                 )
             rows.append(metadata.num_rows)
             crcs.append(crc)
@@ -59,7 +59,7 @@ class ParquetDataset(Dataset):
         if not most:
             raise SettingsError(f"parquet:{location} has no rows")
         if columns is not None and not (columns and set(columns) <= set(schema.names)):
-            raise SettingsError(f"parquet:{location}: columns={quote(columns)}, and there are {quote(schema.names)}")
+            raise SettingsError(f"parquet:{location}: columns={quote(columns)}, but the file has {quote(schema.names)}")
         counts = {"nbytes": nbytes, "rows": rows, "crcs": crcs}
         index = {name: np.array(numbers, np.int64) for name, numbers in counts.items()}
         head = {"columns": columns, "files": paths}
@@ -94,7 +94,7 @@ class ParquetDataset(Dataset):
                 yield from table.slice(at, _ROWS_AT_ONCE).to_pylist()
 
     def _slices(self, start: int, stop: int) -> Iterator[Any]:
-        """Yield the rows as tables, which end where row groups do."""
+        """Yield the rows as tables, split at row groups."""
         while start < stop:
             file = bisect.bisect_right(self._begins, start) - 1
             metadata = self._check_file(file)
@@ -108,16 +108,16 @@ class ParquetDataset(Dataset):
             start += count
 
     def _check_file(self, file: int) -> Any:
-        """Return a file's metadata, if the file is still what it was."""
+        """Return a file's metadata; raise if the file has changed."""
         path, stat = self._paths[file], stat_file(self._paths[file])
         if self._footer[:2] == (file, stat) and stat.version:
             return self._footer[2]
         if stat.nbytes != self._nbytes[file]:
-            raise file_changed(path, f"it has {stat.nbytes} bytes, and had {self._nbytes[file]}")
+            raise file_changed(path, f"it has {stat.nbytes} bytes, but had {self._nbytes[file]}")
         metadata, crc = _read_footer(path, stat.nbytes)
         if crc != self._crcs[file]:
-            raise file_changed(path, "it has another footer")
-        self._group = (-1, -1, None)  # it may be of the file as it was before
+            raise file_changed(path, "its footer has changed")
+        self._group = (-1, -1, None)  # it may be from the file's earlier version
         self._footer = (file, stat, metadata)
         return metadata
 
@@ -126,7 +126,7 @@ class ParquetDataset(Dataset):
             path = self._paths[file]
             with translated(path), open_file(path) as source:
                 opened = import_parquet().ParquetFile(source, metadata=metadata, page_checksum_verification=True)
-                # Without threads of its own: a reader is one of many processes, and may be a fork.
+                # Without its own threads: a reader is one of many processes, and may be a fork.
                 table = opened.read_row_group(group, columns=self._columns, use_threads=False)
                 table = table if self._columns is None else table.select(self._columns)
             if stat_file(path) != self._footer[1]:
@@ -149,12 +149,12 @@ def _group_rows(metadata: Any) -> list[int]:
 
 
 def _read_footer(path: str, nbytes: int) -> tuple[Any, int]:
-    """Return a file's metadata, and the CRC-32 of the bytes that they are made of."""
+    """Return a file's metadata, and the CRC-32 of its bytes."""
     parquet = import_parquet()
     tail = read_range(path, max(0, nbytes - _TAIL.size), nbytes)
     length, magic = _TAIL.unpack(tail) if len(tail) == _TAIL.size else (0, b"")
     if magic == b"PARE":
-        raise SourceError(f"{quote(path)} has an encrypted footer, which EDL has no keys for")
+        raise SourceError(f"{quote(path)} has an encrypted footer, for which EDL has no keys")
     if magic != b"PAR1" or length + _TAIL.size > nbytes:
         raise SourceError(f"{quote(path)} is not a Parquet file, or is cut off: it does not end in a footer")
     footer = read_range(path, nbytes - _TAIL.size - length, nbytes)

@@ -1,10 +1,10 @@
-"""Data sets to be labelled: rows, or sequences of tokens, as inputs of the teachers' model, batch by batch.
+"""Data sets to label: rows, or sequences of tokens, as inputs of the teachers' model, batch by batch.
 
 Unlike a `Dataset`, which is cut into shards of samples in the user's own form, a `LabelDataset` yields ids and arrays,
-and only for rows that need a label. Where ids are known without the rows (`IndexedData`), no other row is loaded.
+and only for rows that need a label. If ids are known without the rows (`IndexedData`), no other row is loaded.
 
-Arrays in `.npy` and `.npz` files are mapped into memory where that is possible, and never unpickled. Sequences of JSON
-lines and Parquet are held as one array of all tokens per input, and where each sequence begins.
+Arrays in `.npy` and `.npz` files are mapped into memory if possible, and never unpickled. Sequences from JSON
+lines and Parquet are held as one array of all tokens per input, with the start of each sequence.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from edl.quoting import quote
 
 SampleId: TypeAlias = int | str
 KnownFilter: TypeAlias = Callable[[list[SampleId], dict[str, Any] | None], Array]
-"""Tells which ids need no label, bool [ids]. Gets the inputs as well where a label belongs to one text."""
+"""Tells which ids need no label, bool [ids]. It also gets the inputs if a label belongs to one text."""
 Batch: TypeAlias = tuple[list[SampleId], dict[str, Any]]
 """Ids, and inputs by name: arrays [rows, ...], or for sequences lists with an array [tokens, ...] per id."""
 
 _BLOCK = 65536
-"""Ids looked up at a time: enough that the call costs nothing, and a few megabytes of Python objects."""
+"""Ids looked up at a time: enough to make the call's cost negligible, and a few megabytes of Python objects."""
 _SEQUENCES_BLOCK = 4096
 """Sequences looked up at a time: some megabytes of tokens."""
 _EXPECTED = "expected FILE.npz, FILE.npy, FILE.jsonl, FILE.parquet, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
@@ -55,25 +55,25 @@ def open_data(
     sequences: bool = False,
     offsets: str | None = None,
 ) -> LabelDataset:
-    """Open a data set to be labelled.
+    """Open a data set to label.
 
     Args:
-        name: `FILE.npz` or `FILE.npy` (mapped into memory where possible), or `MODULE:FACTORY` or `FILE.py:FACTORY`: a
+        name: `FILE.npz` or `FILE.npy` (mapped into memory if possible), or `MODULE:FACTORY` or `FILE.py:FACTORY`: a
             function that returns a `Dataset`, a sequence or an iterable of samples (arrays, tuples or mappings).
-            `FILE.jsonl` and `FILE.parquet` (list columns) have sequences.
-        inputs: Inputs of the teachers' model: `NAME`, or `NAME=KEY` where the data set calls it otherwise (an array of
+            `FILE.jsonl` and `FILE.parquet` (list columns) contain sequences.
+        inputs: Inputs of the teachers' model: `NAME`, or `NAME=KEY` if the data set uses a different name (an array of
             the file, the key of a mapping, the position in a tuple).
-        ids: What holds the ids: an array of an `.npz` file, an `.npy` file, or the key or position in a sample. None:
-            the position of a row is its id.
+        ids: Source of the ids: an array of an `.npz` file, an `.npy` file, or the key or position in a sample. None
+            to use a row's position as its id.
         workers: Processes that load samples, as in PyTorch's `DataLoader`; 0 to load them in this process.
-        sequences: Whether each sample of a function is a sequence of tokens, of its own length.
-        offsets: For sequences in an `.npz` file, the array [sequences + 1] of where each begins.
+        sequences: Whether each sample of a function is a sequence of tokens, of any length.
+        offsets: For sequences in an `.npz` file, the array [sequences + 1] of their starts.
 
     Returns:
         The data set, whose `batches` yield ids and inputs.
 
     Raises:
-        SettingsError: There is no such data set, or it has no such parts.
+        SettingsError: The data set does not exist, or lacks a named part.
     """
     pairs = (part.partition("=") for part in inputs)
     wanted = {name.strip(): key.strip() or name.strip() for name, _, key in pairs}
@@ -85,10 +85,10 @@ def open_data(
         raise SettingsError(f"--workers {workers}: must be 0 or more")
     is_arrays = name.endswith((".npz", ".npy"))
     if offsets is not None and not is_arrays:
-        raise SettingsError(f"--offsets {offsets}: belongs to sequences in an .npz file")
+        raise SettingsError(f"--offsets {offsets}: only for sequences in an .npz file")
     if is_arrays:
         if sequences and offsets is None:
-            raise SettingsError("--sequences: name the array of an .npz file that has their beginnings with --offsets")
+            raise SettingsError("--sequences: name the .npz file's array with their starts by --offsets")
         return _open_arrays(Path(name), wanted, ids, offsets)
     if name.endswith((".jsonl", ".parquet")):
         return _open_sequences(Path(name), wanted, ids)
@@ -96,10 +96,10 @@ def open_data(
 
 
 class LabelDataset(abc.ABC):
-    """A data set to be labelled.
+    """A data set to label.
 
     Attributes:
-        inputs: Names of the teachers' inputs that it has.
+        inputs: Names of the teachers' inputs that it provides.
         rows: Number of samples; None if unknown.
         sequences: Whether a sample is a sequence, with a row for each of its tokens.
     """
@@ -113,16 +113,16 @@ class LabelDataset(abc.ABC):
         """Yield all samples that are not known, in order.
 
         Args:
-            rows: Most samples in a batch.
+            rows: Largest number of samples in a batch.
             known: Tells which ids need no label.
         """
 
 
 class IndexedData(LabelDataset):
-    """A data set whose rows can be loaded one by one, and whose ids are known before.
+    """A data set whose rows can be loaded one by one, and whose ids are known beforehand.
 
-    `ids` are integers or strings [rows]; None if the position of a row is its id. `checksum` is that of the whole
-    content, where it is known without reading it.
+    `ids` are integers or strings [rows]; None if the position of a row is its id. `checksum` covers the whole
+    content, if it is known without reading it.
     """
 
     rows: int
@@ -135,13 +135,13 @@ class IndexedData(LabelDataset):
             raise SettingsError(f"--ids: {ids.dtype} {list(ids.shape)}, expected one integer or string for {rows} rows")
         if ids is not None and len(set(ids.tolist())) < rows:
             ((twice, _),) = Counter(ids.tolist()).most_common(1)
-            raise SettingsError(f"--ids: the id {quote(twice)} is there twice; each sample needs one of its own")
+            raise SettingsError(f"--ids: the id {quote(twice)} appears twice; each sample needs its own")
 
     @abc.abstractmethod
     def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
-        """Yield a batch for each part, which has positions of rows, at least one.
+        """Yield a batch for each part, a non-empty array of row positions.
 
-        May take parts in ahead of what it yields. Raises `SourceError` if a sample cannot be sent, or whatever the data
+        May read ahead of the batch it yields. Raises `SourceError` if a sample cannot be sent, or whatever the data
         set's own code raises.
         """
 
@@ -156,7 +156,7 @@ class IndexedData(LabelDataset):
         return ids
 
     def unknown(self, known: KnownFilter, start: int = 0, stop: int | None = None) -> Array:
-        """Return the positions, rising, of the rows from `start` to before `stop` that are not known."""
+        """Return the positions, ascending, of the rows from `start` to before `stop` that are not known."""
         index = np.arange(start, self.rows if stop is None else stop)
         parts = [index[at : at + _BLOCK] for at in range(0, len(index), _BLOCK)]
         return np.concatenate([index[:0], *(part[~known(self.ids_of(part), None)] for part in parts)])
@@ -186,7 +186,7 @@ class ArrayData(IndexedData):
 
 
 class RaggedData(IndexedData):
-    """Sequences of any length: arrays [tokens of all, ...] by input, and where each sequence begins.
+    """Sequences of any length: arrays [all tokens, ...] by input, and the start of each sequence.
 
     `offsets` [sequences + 1] rise from 0 to the number of all tokens. Sequences without tokens, of which there are
     `empty`, get no label.
@@ -244,7 +244,7 @@ def _rows(array: Array, rows: Any) -> Array:
     if isinstance(array, np.memmap):
         path = Path(str(array.filename))
         if not path.exists() or path.stat().st_size < array.offset + array.nbytes:
-            raise SourceError(f"{str(path)!r} is gone, or shorter than when it was opened: put it back as it was")
+            raise SourceError(f"{str(path)!r} is missing, or shorter than when it was opened: restore it")
     return cast(Array, array[rows])
 
 
@@ -269,7 +269,7 @@ def _open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None, offsets
 
 
 def _member(path: Path, key: str) -> zipfile.ZipInfo:
-    """Return where an `.npz` file has an array, and the CRC-32 of it."""
+    """Return the location of an array in an `.npz` file, and its CRC-32."""
     with zipfile.ZipFile(path) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
     if key not in members:
@@ -278,12 +278,12 @@ def _member(path: Path, key: str) -> zipfile.ZipInfo:
 
 
 def _open_array(path: Path, key: str = "") -> Array:
-    """Return the array of an `.npy` file, or one of an `.npz` file; mapped, if the file has it as it is in memory."""
+    """Return the array of an `.npy` file, or one of an `.npz` file; mapped, if the file stores it as in memory."""
     if not key:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(found, np.ndarray):
             found.close()
-            raise ValueError("it is an .npz archive of arrays: rename it to .npz, and name the array")
+            raise ValueError("this is an .npz archive of arrays: rename it to .npz, and name the array")
         return found
     info = _member(path, key)
     if info.compress_type == zipfile.ZIP_STORED:
@@ -306,7 +306,7 @@ def _open_array(path: Path, key: str = "") -> Array:
 def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> RaggedData:
     """Read sequences of tokens from JSON lines such as `{"input_ids": [5, 3, 9]}`, or list columns of a Parquet file.
 
-    Each input is a list of numbers in every row; null has no tokens.
+    Each input is a list of numbers in every row; null means no tokens.
     """
     keys = list(dict.fromkeys([*wanted.values(), *([ids] if ids is not None else [])]))
     parts: dict[str, list[Array]] = {name: [] for name in wanted}
@@ -319,12 +319,12 @@ def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> R
                 parts[name].append(_numbers(key, row[key]))
             lengths = {name: len(found[-1]) for name, found in parts.items()}
             if len(set(lengths.values())) > 1:
-                raise ValueError(f"each token has one value of each input, and there are {lengths}")
+                raise ValueError(f"each token needs one value of each input, but there are {lengths}")
             if ids is not None:
                 if type(row[ids]) not in (int, str):
                     raise ValueError(f"the id {row[ids]!r} is neither an integer nor a string")
                 found_ids.append(row[ids])
-            place = ""  # what fails now is in the next row, and says so
+            place = ""  # an error from here on is in the next row, and names it
         columns = {name: _joined(name, found) for name, found in parts.items()}
     except OSError as exc:
         raise SettingsError(f"data {str(path)!r} cannot be read: {exc.strerror or exc}") from exc
@@ -333,7 +333,7 @@ def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> R
     offsets = np.cumsum([0, *map(len, next(iter(parts.values())))])
     if len(offsets) < 2:
         raise SettingsError(f"data {str(path)!r} has no sequences")
-    ids_array = None if ids is None else np.array(found_ids, object)  # numpy's own strings lose zeros at their ends
+    ids_array = None if ids is None else np.array(found_ids, object)  # numpy's own strings lose trailing zeros
     total = zlib.crc32(offsets.tobytes())
     for name, array in sorted(columns.items()):
         total = zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(name.encode(), total))
@@ -353,7 +353,7 @@ def _json_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str,
                 raise ValueError(f"line {number}: {exc}") from exc
             if not isinstance(found, dict):
                 kind, example = type(found).__name__, f"{{{keys[0]!r}: …}}"
-                raise TypeError(f"line {number}: it has a {kind}, and must have an object, such as {example}")
+                raise TypeError(f"line {number}: expected an object, not a {kind}, such as {example}")
             if missing := [key for key in keys if key not in found]:
                 there = ", ".join(map(repr, found)) or "nothing"
                 raise ValueError(f"line {number}: it has no {missing[0]!r}, only {there}")
@@ -389,27 +389,27 @@ def _numbers(key: str, found: Any) -> Array:
     try:
         array = np.array(found)
     except ValueError as exc:
-        raise ValueError(f"{key!r} has lists of different lengths in it: {exc}") from exc
+        raise ValueError(f"{key!r} contains lists of different lengths: {exc}") from exc
     values = [found]
     if isinstance(found, list):
         values = found if array.ndim == 1 else np.array(found, object).ravel().tolist()
     if not isinstance(found, list | np.ndarray) or array.dtype.kind not in "biuf" or _mixes_booleans(values):
         odd = next((value for value in values if type(value) not in (int, float)), found)
         raise TypeError(
-            f"{key!r} is not a list of numbers: it has {quote(odd)}; tokens are numbers, which a tokenizer makes of a "
-            "text"
+            f"{key!r} is not a list of numbers: it contains {quote(odd)}; tokens are numbers, which a tokenizer makes "
+            "from text"
         )
     return array
 
 
 def _mixes_booleans(values: list[Any]) -> bool:
-    """Tell whether there are booleans beside other values: numpy makes [1, 1] of [1, True]."""
+    """Return whether booleans are mixed with other values: numpy converts [1, True] to [1, 1]."""
     kinds = set(map(type, values))
     return bool in kinds and len(kinds) > 1
 
 
 def _joined(name: str, parts: Sequence[Array]) -> Array:
-    """Return all parts in one array; token ids in half the memory, where all of them fit."""
+    """Return all parts in one array; token ids in half the memory, if all of them fit."""
     full = [part for part in parts if len(part)]
     kinds = {f"{'integers' if part.dtype.kind in 'iu' else part.dtype} {list(part.shape[1:])}" for part in full}
     if len(kinds) > 1:
@@ -419,7 +419,7 @@ def _joined(name: str, parts: Sequence[Array]) -> Array:
     return array.astype(np.int32) if fits else array
 
 
-# --- Samples that code of the user's makes. ---
+# --- Samples made by the user's code. ---
 
 
 def _open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers: int, sequences: bool) -> LabelDataset:
@@ -435,7 +435,7 @@ def _open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers
     if is_indexed(data) and id_field is None:
         return SequenceData(data, fields, workers, sequences=sequences)
     if workers:
-        raise SettingsError(f"--workers {workers}: data {quote(name)} must be indexed, and have no ids of their own")
+        raise SettingsError(f"--workers {workers}: data {quote(name)} must be indexed, and must not have its own ids")
     if is_indexed(data):
         return IterableData(lambda: (data[at] for at in range(len(data))), fields, id_field, sequences=sequences)
     if not hasattr(data, "__iter__"):
@@ -447,10 +447,10 @@ def _open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers
 def _take_field(
     sample: Any, key: str, position: int | None = None, *, alone: bool = False, sequences: bool = False
 ) -> Any:
-    """Return an input or the id that a sample has: by key, by position in a tuple or list, or the sample itself.
+    """Return an input or the id of a sample: by key, by position in a tuple or list, or the sample itself.
 
-    `position` is used where `key` is none, and `alone` says that nothing else is taken from a sample. With `sequences`,
-    a list of numbers is a sample, as tokenizers return it.
+    `position` is used if `key` is None; `alone` means that nothing else comes from a sample. With `sequences`, a list
+    of numbers is a sample, as returned by tokenizers.
     """
     if sequences and alone and isinstance(sample, list) and sample and isinstance(sample[0], int | float):
         return sample
@@ -468,7 +468,7 @@ def _take_field(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Makes the inputs of a batch out of samples, in whichever process loads them. Can be pickled."""
+    """Makes the inputs of a batch from samples, in the process that loads them. Can be pickled."""
 
     fields: Mapping[str, Callable[[Any], Any]]  # find an input in a sample
     sequences: bool
@@ -487,7 +487,7 @@ class _Inputs:
                 raise SourceError(f"sample {sample_id!r} has no field for input {name!r}: {exc!r}") from exc
             if isinstance(found, list) and _mixes_booleans(found):
                 raise SourceError(
-                    f"sample {sample_id!r}, input {name!r} has booleans beside other values: {quote(found)}"
+                    f"sample {sample_id!r}, input {name!r} mixes booleans with other values: {quote(found)}"
                 )
             taken[name] = np.array(as_array(found, f"sample {sample_id!r}, input {name!r}"))
         return taken
@@ -517,7 +517,7 @@ class SequenceData(IndexedData):
         self._parts = _Parts()
 
     def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
-        """See `IndexedData.load`. With worker processes, up to two parts for each of them are taken in ahead."""
+        """See `IndexedData.load`. With worker processes, up to two parts per process are read ahead."""
         if not self._workers:
             for part in parts:
                 yield self.ids_of(part), self._loaded[part.tolist()]
@@ -525,13 +525,13 @@ class SequenceData(IndexedData):
         taken = self._parts.begin(parts)
         for batch in self._worker_processes:
             yield self.ids_of(taken.popleft()), batch
-        if taken:  # the loader takes a StopIteration in a worker process for its own end
+        if taken:  # the loader mistakes a worker's StopIteration for its own end
             first = self.ids_of(taken[0])[0]
             raise SourceError(f"the samples from {first!r} on are not loaded: the data set's code raises StopIteration")
 
     @functools.cached_property
     def _worker_processes(self) -> Iterable[dict[str, Any]]:
-        """The processes. They live as long as this object: a shard follows the other, and a start takes long."""
+        """The processes, which run as long as this object: shards follow one another, and a start is slow."""
         from torch.utils.data import DataLoader
 
         return DataLoader(
@@ -545,10 +545,10 @@ class SequenceData(IndexedData):
 
 
 class _Parts:
-    """The parts that a loader's next pass is over: it gets a single object for all passes."""
+    """The parts of a loader's next pass: the loader gets a single object for all passes."""
 
     def begin(self, parts: Iterable[Array]) -> deque[Array]:
-        """Begin a pass; return the queue of the parts that were taken in and not yielded yet."""
+        """Begin a pass; return the queue of parts that were read but not yielded yet."""
         self._parts = parts
         self._taken: deque[Array] = deque()
         return self._taken
@@ -564,7 +564,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class IterableData(LabelDataset):
-    """Samples in sequence. `make` returns an iterable from the start on, each time that it is called."""
+    """Samples in sequence. `make` returns a new iterable from the start on each call."""
 
     def __init__(
         self,
@@ -600,7 +600,7 @@ class IterableData(LabelDataset):
         if self._id_field is None:
             yield from enumerate(self._make())
             return
-        seen: set[SampleId] = set()  # takes less than what the cache knows of the same ids
+        seen: set[SampleId] = set()  # smaller than the cache's entries for the same ids
         for at, sample in enumerate(self._make()):
             try:
                 found = self._id_field(sample)
@@ -610,6 +610,6 @@ class IterableData(LabelDataset):
             if type(sample_id) not in (int, str):
                 raise SourceError(f"sample {at}: its id is {found!r}; an id is an integer or a string")
             if sample_id in seen:  # they would share a label
-                raise SourceError(f"sample {at}: a sample before it has the id {sample_id!r} too; each needs its own")
+                raise SourceError(f"sample {at}: an earlier sample also has the id {sample_id!r}; each needs its own")
             seen.add(sample_id)
             yield sample_id, sample

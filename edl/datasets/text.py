@@ -6,8 +6,8 @@ belongs to one shard, and a reader, which opens the files itself, reads the byte
 checks a segment before it hands out the first sample of it.
 
 A newline ends a CSV record if the number of quotes before it is even, as RFC 4180 has it; Python's `csv` parses the
-records. pyarrow's CSV reader would not do: it goes through a file from the start, does not say after which bytes
-records end, and guesses types from what it reads first. Here all fields are text.
+records. pyarrow's CSV reader is unsuitable: it reads a file from the start, does not report the offsets at which
+records end, and guesses types from the first rows. Here all fields are text.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from edl.quoting import quote, shown
 logger = logging.getLogger(__name__)
 
 _LOGGED_NBYTES: Final = 10 << 30
-"""Bytes between two lines in the log: a pass over a large text takes minutes."""
+"""Bytes between two lines in the log: indexing a large text takes minutes."""
 _LOOK_NBYTES: Final = 256 << 20
-"""Bytes read per look: the first shards of a text that is there already should be handed out within a second."""
+"""Bytes read per check: the first shards of an existing text should be handed out within a second."""
 _TAIL_NBYTES: Final = 4096
-"""Bytes before the end of the last line that are compared at every look: another file of that name has others there."""
+"""Bytes before the end of the last line that are compared at every check, to detect a different file of that name."""
 _MOST_SEGMENT: Final = 8 << 20
 """Bytes after which a segment ends, even if its shard goes on: a reader holds a segment in memory."""
 _COMPRESSED: Final = {
@@ -63,15 +63,15 @@ Pieces: TypeAlias = Iterator[tuple[memoryview, Numbers]]
 _BOM: Final = b"\xef\xbb\xbf"
 _NEWLINE, _RETURN = b"\n\r"
 _FIELD_LIMIT: Final = 64 << 20
-"""Characters of a CSV field. Python's default of 131,072 is less than a document may have."""
+"""Characters of a CSV field. Python's default of 131,072 is too small for some documents."""
 _MOST_RECORD: Final = 256 << 20
 """Bytes of a CSV record: a quote that is never closed is noticed long before the end of a large file."""
 
 
 class _SegmentCutter:
-    """Cuts a text into segments while it streams by, and keeps only their columns of the index.
+    """Cuts a streamed text into segments, and keeps only their columns of the index.
 
-    `units` were there before. After `most_nbytes`, a segment ends even if its shard goes on.
+    `units` is the number of earlier units. After `most_nbytes`, a segment ends even if its shard goes on.
     """
 
     def __init__(self, shard_size: int, units: int = 0, most_nbytes: int = sys.maxsize) -> None:
@@ -82,7 +82,7 @@ class _SegmentCutter:
         self._segments = array("q")  # 8 bytes per number: a list would take five times as much
 
     def feed(self, data: memoryview, ends: Numbers) -> None:
-        """Take the bytes of whole units, and where units end in them, rising."""
+        """Add the bytes of whole units, and the ascending offsets at which units end."""
         begin = 0
         missing = self._shard_size - self.units % self._shard_size
         for number, end in enumerate(ends[missing - 1 :: self._shard_size].tolist()):
@@ -97,7 +97,7 @@ class _SegmentCutter:
     def pop_columns(self, *, rest: bool) -> dict[str, Numbers]:
         """Return the columns of the segments so far, and forget them.
 
-        With `rest`, the units that fill no shard are a segment as well.
+        With `rest`, units that do not fill a shard also become a segment.
         """
         if rest and self.units > self._cut_units:
             self._cut(self.units)
@@ -134,7 +134,7 @@ class _TextDataset(Dataset):
                 done += len(data)
             if stat_file(path) != stat:
                 raise SourceError(
-                    f"{quote(path)} changed while it was indexed. A file that grows is opened as 'follow:{path}'"
+                    f"{quote(path)} changed while it was indexed. Open a file that grows as 'follow:{path}'"
                 )
         if not cutter.units:
             raise SettingsError(f"{kind}:{location} has no {cls._unit}")
@@ -144,7 +144,7 @@ class _TextDataset(Dataset):
     @classmethod
     @abc.abstractmethod
     def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Pieces:
-        """Yield all bytes of a file, and where units end in them. May add to the options what the first file says."""
+        """Yield all bytes of a file, and where units end in them. May add options found in the first file."""
 
     @abc.abstractmethod
     def _parse(self, path: str, at: int, data: bytes) -> Iterable[Any]:
@@ -168,7 +168,7 @@ class _TextDataset(Dataset):
         pieces = itertools.chain.from_iterable(map(self._read_segment, range(first, last)))
         units = itertools.chain.from_iterable(itertools.starmap(self._parse, pieces))
         begin, end = self._unit_begins[[first, last]].tolist()
-        # To the end where the lease goes up to it, so that too many units are noticed.
+        # Read to the end if the lease covers it, so that too many units are noticed.
         return itertools.islice(units, start - begin, None if stop == end else stop - begin)
 
     def _read_segment(self, segment: int) -> list[tuple[str, int, bytes]]:
@@ -186,14 +186,14 @@ class _TextDataset(Dataset):
                 continue
             there = stat_file(path).nbytes
             if nbytes is not None and there != nbytes:
-                raise file_changed(path, f"it has {there} bytes, and had {nbytes}")
+                raise file_changed(path, f"it has {there} bytes, but had {nbytes}")
             if there < stop:
-                raise file_changed(path, f"it has {there} bytes, and had {stop} or more: was it cut off, or rotated?")
+                raise file_changed(path, f"it has {there} bytes, but had {stop} or more: was it truncated, or rotated?")
             found.append((path, start, b"".join(read_blocks(path, start, stop))))
             crc = zlib.crc32(found[-1][2], crc)
         if crc != self._crcs[segment]:
             path, start, data = found[-1]
-            raise file_changed(path, f"its bytes {start} to {start + len(data)} are others")
+            raise file_changed(path, f"its bytes {start} to {start + len(data)} differ")
         return found
 
 
@@ -202,7 +202,7 @@ class LinesDataset(_TextDataset):
 
     Samples are bytes, or `str` with an encoding, without the line's end (`\n` or `\r\n`) unless `keep_ends` is set.
     An empty line is a sample. A byte order mark is data, except with the encoding `utf-8-sig`. In a file that grows, a
-    line counts when its end is there; the last one when the source ends.
+    line counts once its end is written; the last one when the source ends.
     """
 
     _unit: ClassVar[str] = "lines"
@@ -236,7 +236,7 @@ class LinesDataset(_TextDataset):
         if kind != "follow":
             return super()._create(kind, location, settings, options)
         location = absolute(location)
-        if list_files(location):  # it need not be there yet
+        if list_files(location):  # it need not exist yet
             _check_uncompressed(location)
         head = {"of": "lines", "options": options, "files": [location], "nbytes": [None]}
         return cls(settings._make_spec(kind, location, None, head, _SegmentCutter(1).pop_columns(rest=False)))
@@ -251,16 +251,16 @@ class LinesDataset(_TextDataset):
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
         path = self._paths[0]
         if not self._at and not list_files(path):
-            return 0, False  # it is still to come
+            return 0, False  # the file does not exist yet
         nbytes = stat_file(path).nbytes
         if nbytes < self._at:
-            raise file_changed(path, f"it has {nbytes} bytes, and had {self._at}: was it cut off, or rotated?")
+            raise file_changed(path, f"it has {nbytes} bytes, but had {self._at}: was it truncated, or rotated?")
         begin, end, crc = self._tail
         if zlib.crc32(b"".join(read_blocks(path, begin, end))) != crc:
-            raise file_changed(path, f"its bytes {begin} to {end} are others: was it replaced, or rotated?")
+            raise file_changed(path, f"its bytes {begin} to {end} differ: was it replaced, or rotated?")
         blocks = read_blocks(path, self._at, nbytes if final else min(nbytes, self._at + _LOOK_NBYTES))
         for data, ends in _whole_units(path, blocks, _newline_ends):
-            if final or data[-1] == _NEWLINE:  # the end of the last line may not be there yet
+            if final or data[-1] == _NEWLINE:  # the end of the last line may not be written yet
                 self._cutter.feed(data, ends)
                 self._at += len(data)
                 last = data[-_TAIL_NBYTES:]
@@ -300,13 +300,13 @@ class RecordsDataset(_TextDataset):
             if value is not None and (len(value) != 1 or not value.isascii() or value in "\r\n\0"):
                 raise SettingsError(f"{name}={value!r}: must be an ASCII character")
         if options["delimiter"] == options["quotechar"]:
-            raise SettingsError(f"delimiter={options['delimiter']!r} is the quotechar as well")
+            raise SettingsError(f"delimiter={options['delimiter']!r} is also the quotechar")
         return options
 
     @classmethod
     def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
         if options["header"] and options["names"] is not None:
-            raise SettingsError("names=: the header names the columns; pass header=False where there is none")
+            raise SettingsError("names=: the header names the columns; pass header=False if there is none")
         return super()._create(kind, location, settings, options)
 
     @classmethod
@@ -325,8 +325,8 @@ class RecordsDataset(_TextDataset):
                 options["names"] = options["names"] or found
                 if found != options["names"]:
                     raise SettingsError(
-                        f"{quote(path)} has the columns {quote(found)}, and the first file has "
-                        f"{quote(options['names'])}: files with other columns are another data set"
+                        f"{quote(path)} has the columns {quote(found)}, but the first file has "
+                        f"{quote(options['names'])}: put files with different columns into a separate data set"
                     )
                 needs_header, ends = False, ends[1:]
             yield data, ends
@@ -358,13 +358,13 @@ class RecordsDataset(_TextDataset):
 
 
 def _check_uncompressed(path: str) -> None:
-    """Refuse a compressed file, in which nothing can be found by offset."""
+    """Refuse a compressed file, which cannot be read by offset."""
     head = read_range(path, 0, max(map(len, _COMPRESSED)))
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             raise SettingsError(
-                f"{quote(path)} is compressed ({name}): a shard could only be read by unpacking all that comes before. "
-                f"Unpack the file, or write Parquet, which is compressed within"
+                f"{quote(path)} is compressed ({name}): a shard could only be read by unpacking everything before it. "
+                f"Unpack the file, or write Parquet, which is compressed internally"
             )
 
 
@@ -387,7 +387,7 @@ def _check_encoding(options: dict[str, Any]) -> None:
     except (LookupError, ValueError) as exc:
         raise SettingsError(f"encoding={encoding!r}, errors={errors!r}: {exc}") from exc
     if not is_plain:
-        raise SettingsError(f"encoding={encoding!r}: lines cannot be found in it by bytes; convert to UTF-8")
+        raise SettingsError(f"encoding={encoding!r}: its lines cannot be found by bytes; convert the file to UTF-8")
 
 
 def _parse_rows(path: str, at: int, data: bytes, options: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -414,14 +414,14 @@ def _decode(path: str, encoding: str, errors: str, line: bytes) -> str:
         return line.decode(encoding, errors)
     except UnicodeError as exc:
         raise SourceError(
-            f"{quote(path)}: the line {quote(line)} is not {encoding}: {exc}. Choose errors='replace' or another "
+            f"{quote(path)}: the line {quote(line)} is not {encoding}: {exc}. Choose errors='replace' or a different "
             f"encoding; lines: can also be read as bytes (encoding=None)"
         ) from exc
 
 
 def _whole_units(path: str, blocks: Iterable[bytes], find_ends: Callable[[bytes], Numbers]) -> Pieces:
     """Yield the bytes of a file in pieces that end where a unit ends. The last may be a unit without a newline."""
-    begun: list[bytes] = []  # of a unit whose end has not come
+    begun: list[bytes] = []  # of a unit whose end has not been read
     for block in blocks:
         begun.append(block)
         if b"\n" in block:
@@ -450,7 +450,7 @@ def _record_ends(path: str, options: Mapping[str, Any], data: bytes) -> Numbers:
     marks = view == mark
     quoted = np.bitwise_xor.accumulate(marks.view(np.uint8)).view(np.bool_)  # an odd number of quotes up to here
     opening, closing = np.flatnonzero(marks & quoted), np.flatnonzero(marks & ~quoted)
-    # Where nothing comes before or after, the quote itself is looked at, as if it was doubled.
+    # If nothing precedes or follows it, the quote itself is checked, as if it were doubled.
     before, after = view[np.maximum(opening - 1, 0)], view[np.minimum(closing + 1, len(view) - 1)]
     odd = [
         *opening[~np.isin(before, [delimiter, _NEWLINE, mark])],
@@ -459,7 +459,7 @@ def _record_ends(path: str, options: Mapping[str, Any], data: bytes) -> Numbers:
     if odd:
         at = int(min(odd))
         raise SettingsError(
-            f"{quote(path)}: the records cannot be told apart: at {quote(data[max(0, at - 10) : at + 10])}, only a "
+            f"{quote(path)}: cannot find the records: at {quote(data[max(0, at - 10) : at + 10])}, only "
             f"part of a field is in quotes. Quote all of it, and double the quotes in it, or pass quotechar=None"
         )
     ends: Numbers = np.flatnonzero((view == _NEWLINE) & ~quoted) + 1
@@ -470,6 +470,6 @@ def _record_ends(path: str, options: Mapping[str, Any], data: bytes) -> Numbers:
 
 def _unclosed(path: str, record: bytes) -> SettingsError:
     return SettingsError(
-        f"{quote(path)}: the records cannot be told apart: a quote in the record {quote(record)} is never closed; "
+        f"{quote(path)}: cannot find the records: a quote in the record {quote(record)} is never closed; "
         f"check delimiter and quotechar"
     )

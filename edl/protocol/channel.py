@@ -60,7 +60,7 @@ def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
         return ()
     if not files.tls and not files.settings.allow_insecure_tokens and not is_this_host(endpoint):
         raise SettingsError(
-            f"{endpoint} gets no token without TLS, because anyone on the network could read it: set the "
+            f"{endpoint} gets no token over a connection without TLS, which anyone can read: set the "
             "CA (EDL_TLS_CA, --tls-ca, ca=), or say that the network may be trusted (EDL_ALLOW_INSECURE_TOKENS=1, "
             "--allow-insecure-tokens, allow_insecure_tokens=True)"
         )

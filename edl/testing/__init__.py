@@ -1,7 +1,7 @@
-"""Help to test programs that use EDL: real teachers on this machine, well-behaved or faulty.
+"""Helpers to test programs that use EDL: real teachers on this machine, well-behaved or faulty.
 
 `LocalTeacher` is a real `edl serve` process that you can kill, pause and drain. `edl.testing.models` has models for it
-that need no training, take as long as you want, show which row an answer belongs to, and can misbehave.
+that need no training, take a configurable time, show which row an answer belongs to, and can misbehave.
 
 What does not belong here: fakes of EDL's own parts.
 """

@@ -1,11 +1,11 @@
 """Models for tests: `edl serve --factory edl.testing.models:NAME --option KEY=VALUE`.
 
-Like a device, they take time for a batch, according to these options:
+Like a device, they take time per batch, controlled by these options:
 
 - `delay_s`: seconds for a batch of any size; `row_s`: additional seconds for each row;
 - `straggle`: the share of batches that take `straggle_factor` times as long, drawn with `seed`.
 
-They sleep during that time, so that many teachers fit on one machine. `version` is the version that label caches see.
+They sleep during that time, so many teachers fit on one machine. `version` is the version for label caches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Model:
     Args:
         function: computes the outputs; the time that it takes counts.
         inputs, outputs: tensors as text, for example `"x:float32[4]"`.
-        sequence_input: the input that is 0 where a sequence begins; None where rows are independent.
+        sequence_input: the input that is 0 at the start of a sequence; None if rows are independent.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Model:
         return outputs
 
     def warm_up(self, max_rows: int) -> None:
-        """Do nothing: there is nothing to load, and faults are for requests."""
+        """Do nothing: there is nothing to load, and faults apply only to requests."""
 
 
 def zeros(
@@ -144,11 +144,11 @@ def fingerprint_of(rows: Array, classes: int = 10) -> Array:
     """Return what `fingerprint` answers: whole numbers below 2039, made from all bytes of a row.
 
     Two rows that differ agree in all classes with a chance of about 2039 to the power of -min(classes, 5), and the
-    numbers are exact in FP32 and FP16: a label that belongs to another input is noticed.
+    numbers are exact in FP32 and FP16: a label of a different input is noticed.
 
     Args:
         rows: [rows, ...], of any numeric dtype.
-        classes: numbers for a row.
+        classes: numbers per row.
 
     Returns:
         FP32 [rows, classes].
@@ -170,8 +170,8 @@ def fingerprint_of(rows: Array, classes: int = 10) -> Array:
 def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) -> Model:
     """`ids` INT32 and `position` INT32 [rows] to `name` FP32 [rows, vocabulary] = `prefix_scores_of` of each sequence.
 
-    As in a language model, a row's answer depends on all tokens of its sequence up to it, so a sequence that was split
-    or shifted is noticed. The model declares that its rows belong to sequences (`sequence_input`), so batches must have
+    As in a language model, a row's answer depends on all tokens of its sequence up to it, so a split or shifted
+    sequence is noticed. The model declares that its rows belong to sequences (`sequence_input`), so batches must have
     whole sequences.
 
     Args:
@@ -252,13 +252,13 @@ def _faulty(
     above: float = -math.inf,
     **options: Any,
 ) -> Model:
-    """Return a model that echoes, and misbehaves when all of these say so.
+    """Return a model that echoes, and misbehaves when all of these conditions hold.
 
     Args:
-        spoil: makes a wrong answer of a right answer.
-        width: numbers in a row.
-        every: how many batches apart.
-        while_exists: only while there is a file of this name.
+        spoil: turns a right answer into a wrong one.
+        width: numbers per row.
+        every: only once per this many batches.
+        while_exists: only while a file of this name exists.
         above: only if a row begins with a larger number.
         **options: of `Model`.
     """

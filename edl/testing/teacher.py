@@ -22,7 +22,7 @@ from typing_extensions import Self
 from edl.errors import ClosedError, EDLError
 
 _POLL_S = 0.01
-"""Between two looks for a file or a state of the process: a start takes a second or more."""
+"""Interval between checks for a file or a process state: a start takes a second or more."""
 _STOP_S = 10.0
 """How long the kernel may take to stop a process: milliseconds, unless it waits for a disk."""
 
@@ -44,11 +44,11 @@ class LocalTeacher:
             turns a flag on or off, a list repeats it, a mapping repeats it with `key=value`.
         env: more environment variables. This process's are inherited, except those for TLS and tokens.
         wait: False to return at once; call `wait_ready` later. This starts several teachers faster.
-        timeout_s: seconds that it may take to be ready.
+        timeout_s: seconds that it may take to become ready.
         options: arguments of the factory.
 
     Raises:
-        EDLError: the process ended, or was not ready in time. The message has the end of its log.
+        EDLError: the process ended, or was not ready in time. The message contains the end of its log.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class LocalTeacher:
         timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
-        # Nothing of these two is left on disk, however this process ends: the log has no name, and the file by which
-        # the teacher says that it is ready is deleted once it is read, or by the teacher.
+        # Neither stays on disk, however this process ends: the log has no name, and the teacher's ready file is
+        # deleted once it is read, or by the teacher.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
         self._last_log = ""
         self._ready_file = Path(tempfile.gettempdir()) / f"edl-teacher-{os.getpid()}-{secrets.token_hex(8)}"
@@ -143,7 +143,7 @@ class LocalTeacher:
             timeout_s: how many seconds that may take; None for the constructor's `timeout_s`.
 
         Raises:
-            EDLError: it ended, or `timeout_s` passed.
+            EDLError: The teacher ended, or `timeout_s` passed.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
@@ -170,7 +170,7 @@ class LocalTeacher:
         self._process.terminate()
 
     def pause(self) -> None:
-        """Send SIGSTOP, and wait until it has stopped. It keeps its connections and its lease, and does nothing.
+        """Send SIGSTOP, and wait until it has stopped. It keeps its connections and its lease, but does nothing.
 
         Raises:
             TimeoutError: it has not stopped after 10 s.
@@ -202,7 +202,7 @@ class LocalTeacher:
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the teacher still runs after {timeout_s:g} s:\n{self.log[-3000:]}") from None
+            raise TimeoutError(f"the teacher is still running after {timeout_s:g} s:\n{self.log[-3000:]}") from None
 
     def close(self) -> None:
         """End the process at once, in any state. May be called twice."""

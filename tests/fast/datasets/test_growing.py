@@ -182,7 +182,7 @@ def test_rotated_text_is_an_error(log: Path, rotate: str, crash: bool) -> None:
         log.write_bytes(b"5\n6\n7\n8\n9\n10\n")
     if crash:
         follower = Follower(master, "data", load_dataset(dataset.spec))
-    words = "No such file" if rotate == "remove" else "log' has changed.*(cut off|replaced), or rotated"
+    words = "No such file" if rotate == "remove" else "log' has changed.*(truncated|replaced), or rotated"
     with pytest.raises(SourceError, match=words):
         follower.follow_once()
     with pytest.raises(SourceError, match=r"log' (has changed since it was indexed|cannot be read)"):

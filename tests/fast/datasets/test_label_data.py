@@ -217,7 +217,7 @@ def test_bad_arrays_are_named(tmp_path: Path) -> None:
     for inputs, ids, words in [
         (["z"], None, "no array 'z', only f, s, twice, x, y"),
         (["x", "y"], None, "different numbers of rows"),
-        (["x"], "twice", "the id 1 is there twice"),
+        (["x"], "twice", "the id 1 appears twice"),
         (["x"], "y", r"expected one integer or string for 3 rows"),
         (["x"], "f", "float64"),
         (["s"], None, "arrays without rows: s"),
@@ -244,9 +244,9 @@ def test_bad_samples_are_named(module: str) -> None:
         ("tuples", ["x=pixels"], None, "sample 0 .*name a position, not 'pixels'"),
         ("mappings", ["x"], None, "sample 0 has no field for input 'x'.*KeyError"),
         ("arrays", ["x", "y"], None, "it has no parts"),
-        ("booleans", ["x"], None, r"sample 0, input 'x' has booleans beside other values: \[1, True\]"),
+        ("booleans", ["x"], None, r"sample 0, input 'x' mixes booleans with other values: \[1, True\]"),
         ("tuples", ["x"], "0", "sample 0: its id is array"),
-        ("repeated", ["x"], "1", "sample 10: a sample before it has the id 0 too"),
+        ("repeated", ["x"], "1", "sample 10: an earlier sample also has the id 0"),
     ]:
         with pytest.raises(SourceError, match=words):
             list(open_data(f"{module}:{name}", inputs, ids).batches(4, but()))
@@ -325,13 +325,13 @@ def test_json_lines(tmp_path: Path, newline: str, head: bytes) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("[1, 2]", "line 2: it has a list, and must have an object"),
+        ("[1, 2]", "line 2: expected an object, not a list"),
         ('{"input_ids": [1]', "line 2: Expecting"),
         ('{"ids": [1]}', "line 2: it has no 'input_ids', only 'ids'"),
         ('{"input_ids": "a text"}', "line 2: 'input_ids' is not a list of numbers"),
-        ('{"input_ids": [[1], [2, 3]]}', "line 2: 'input_ids' has lists of different lengths"),
-        ('{"input_ids": [1, null]}', "line 2: 'input_ids' is not a list of numbers: it has None"),
-        ('{"input_ids": [1, true]}', "line 2: 'input_ids' is not a list of numbers: it has True"),
+        ('{"input_ids": [[1], [2, 3]]}', "line 2: 'input_ids' contains lists of different lengths"),
+        ('{"input_ids": [1, null]}', "line 2: 'input_ids' is not a list of numbers: it contains None"),
+        ('{"input_ids": [1, true]}', "line 2: 'input_ids' is not a list of numbers: it contains True"),
         ('{"input_ids": [true]}', "'ids' has values of different shapes or types: bool [], integers []"),
         ('{"input_ids": [[1, 2]]}', "'ids' has values of different shapes or types: integers [2], integers []"),
         ("\udcff", "line 2: "),
@@ -352,7 +352,7 @@ def test_odd_ids_and_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match=words):
             open_data(str(path), ["x"], "id")
     path.write_text('{"id": 1, "x": [1]}\n{"id": 1, "x": [2]}')
-    with pytest.raises(SettingsError, match="the id 1 is there twice"):
+    with pytest.raises(SettingsError, match="the id 1 appears twice"):
         open_data(str(path), ["x"], "id")
     path.write_text('{"id": 1, "x": [1], "y": [1, 2]}')
     with pytest.raises(SettingsError, match=r"line 1: each token has one value.*\{'x': 1, 'y': 2\}"):
@@ -364,7 +364,7 @@ def test_odd_ids_and_files_are_named(tmp_path: Path) -> None:
         open_data(str(tmp_path / "no.jsonl"), ["x"])
     with pytest.raises(SettingsError, match=r"name the array .*--offsets"):
         open_data(str(tmp_path / "no.npz"), ["x"], sequences=True)
-    with pytest.raises(SettingsError, match=r"belongs to sequences in an \.npz file"):
+    with pytest.raises(SettingsError, match=r"only for sequences in an \.npz file"):
         open_data(str(path), ["x"], offsets="begins")
 
 

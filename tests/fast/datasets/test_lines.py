@@ -130,7 +130,7 @@ def test_changed_file_is_an_error(tmp_path: Path, changed: bytes, small: bool, r
     written(tmp_path, b"a\nb\nX\nd\n")
     os.utime(tmp_path / "text", (1, 1))
     assert list(dataset.read(Lease(0, 0, 0, 2))) == [b"a", b"b"], "only what is different is refused"
-    with pytest.raises(SourceError, match="changed since it was indexed: its bytes 4 to 8 are others"):
+    with pytest.raises(SourceError, match="changed since it was indexed: its bytes 4 to 8 differ"):
         list(dataset.read(Lease(0, 1, 2, 4)))
 
 
@@ -152,7 +152,7 @@ def test_file_that_grows_is_not_indexed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"cannot find .*nothing.*under the same path"):
+    with pytest.raises(SettingsError, match=r"cannot find .*nothing.*at the same path"):
         open_dataset(f"lines:{tmp_path}/nothing")
     with pytest.raises(SettingsError, match="no file matches"):
         open_dataset(f"lines:{tmp_path}/*.txt")

@@ -124,11 +124,11 @@ def test_a_server_has_limits(serve: Serve) -> None:
         with pytest.raises(DiscoveryError, match="is full: it already has 2 keys"):
             store.put("c", b"")
         assert store.put("b", b"x").value == b"x", "a key that is there is no new one"
-        with store.lease(), pytest.raises(DiscoveryError, match="is full: it has 1 leases"):
+        with store.lease(), pytest.raises(DiscoveryError, match="is full: it already has 1 leases"):
             store.lease()
         with store.watch("a") as first, store.watch("b") as second:
             snapshots = [next_snapshot(first), next_snapshot(second)]
-            assert sum("is full: it has 1 watches" in snapshot.stale for snapshot in snapshots) == 1
+            assert sum("is full: it already has 1 watches" in snapshot.stale for snapshot in snapshots) == 1
 
 
 def test_a_server_checks_what_it_gets(serve: Serve) -> None:

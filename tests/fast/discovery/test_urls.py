@@ -32,7 +32,7 @@ def target(url: str, **environ: str) -> ConsulTarget:
         ("consul://[::1", "Invalid IPv6"),
         ("sqlite:relative.sqlite", "not the absolute path"),
         ("sqlite:///a/b/", "not the absolute path"),
-        ("sqlite:///a?b", "a path after sqlite:///"),
+        ("sqlite:///a?b", "a path may follow sqlite:///"),
         ("consul://", "the host is missing"),
         ("consul://host:8500/folder", "a host, a port"),
         ("consul://host:8500?datacenter=x", "unknown or empty option datacenter"),

@@ -3,7 +3,7 @@
 `Backend` is the interface of a model, `TeacherServer` serves it, and `serve` runs a server until a signal. Any KServe
 v2 client can send requests, Triton's as well as `edl.distill`.
 
-The student's side, load balancing and training live elsewhere. This package uses only public names of `edl`, and `edl`
+The student's side, load balancing and training are elsewhere. This package uses only public names of `edl`, and `edl`
 never imports it.
 """
 

@@ -98,7 +98,7 @@ def client_of(context: ServicerContext) -> str:
 
 @dataclass(eq=False)
 class ClientConnection:
-    """A client with open calls; `nbytes` counts its unanswered requests and its responses not sent yet."""
+    """A client with open calls; `nbytes` counts its unanswered requests and unsent responses."""
 
     name: str
     max_bytes: int
@@ -113,8 +113,8 @@ class ClientConnection:
         if self.nbytes + nbytes > self.max_bytes and self.nbytes:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self.nbytes:,} bytes of requests and answers of this client are under way, this request has "
-                f"{nbytes:,}, and {self.max_bytes:,} are the most for one client (edl serve --max-client-bytes)",
+                f"{self.nbytes:,} bytes of this client's requests and answers are in flight, this request has "
+                f"{nbytes:,}, and the limit per client is {self.max_bytes:,} (edl serve --max-client-bytes)",
                 retry_after_ms=_RETRY_BYTES_MS,
                 reason="client_bytes",
             )
@@ -171,7 +171,7 @@ class ConnectionLimiter:
 def _full(what: str, option: str, reason: str) -> RequestError:
     return RequestError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
-        f"{what}, the most that this server takes (edl serve {option})",
+        f"{what}, the most that this server accepts (edl serve {option})",
         retry_after_ms=_RETRY_MS,
         reason=reason,
     )
@@ -197,7 +197,7 @@ async def watch_revocations(files: CredentialFiles, end_streams: Callable[[], No
         except Exception as exc:  # noqa: BLE001 - keep checking: if this task ended, revocations would go unnoticed
             if complaint != repr(exc):
                 complaint = repr(exc)
-                _log.exception("revoked credentials could not be followed; that is tried again")
+                _log.exception("checking for revoked credentials failed; retrying")
             continue  # keep `before`, so that the next attempt still sees the revocation
         before, complaint = after, ""
 
@@ -208,11 +208,11 @@ def warn_of_no_credentials(host: str, credentials: Credentials) -> None:
         return
     if not credentials.cert and not credentials.token_file:
         _log.warning(
-            "listening on %s without TLS and tokens: everyone who reaches it can use the model, and the network can "
-            "read what students send; set --tls-cert and --tls-key, and --tls-ca or --token-file (docs/security.md)",
+            "listening on %s without TLS and tokens: anyone who reaches it can use the model, and the network can "
+            "read students' data; set --tls-cert and --tls-key, and --tls-ca or --token-file (docs/security.md)",
             host,
         )
     elif not credentials.cert:
         _log.warning("listening on %s without TLS: tokens and data can be read on the network (--tls-cert)", host)
     elif not credentials.ca and not credentials.token_file:
-        _log.info("listening on %s with TLS, for everybody: --tls-ca or --token-file says who may ask", host)
+        _log.info("listening on %s with TLS, open to everyone: --tls-ca or --token-file restricts access", host)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_TOKEN_S = 10.0  # how long a token opens a channel
+_TOKEN_S = 10.0  # lifetime of a token that opens a channel
 _MOST_TOKENS = 1024
 _MOST_TOKENS_OF_CLIENT = 4
 _HANDSHAKE_S = 5.0
@@ -82,10 +82,10 @@ class ChannelListener:
         self._port = 0
 
     def listen(self, host: str, port: int, uds: str | None) -> None:
-        """Listen on a TCP port, 0 for any free one, and beside a Unix socket.
+        """Listen on a TCP port, 0 for any free one, and next to a Unix socket.
 
         Raises:
-            SettingsError: It is not possible.
+            SettingsError: The server cannot listen there.
         """
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         places = [(family, place[0], False) for family, _, _, _, place in found]
@@ -136,7 +136,7 @@ class ChannelListener:
         return json.dumps(found).encode()
 
     def _context(self) -> tuple[ssl.SSLContext, str]:
-        """Return TLS with the certificate that the files hold now, and its SHA-256; refuse if they do not fit."""
+        """Return TLS with the files' current certificate, and its SHA-256; refuse if they do not match."""
         assert self._files is not None
         material = self._files.current()
         if self._tls is None or self._tls[0] != material.version:
@@ -233,7 +233,7 @@ class ChannelListener:
                 handler.clients.close_call(client, stream=True)
 
     async def _shake_hands(self, plain: socket.socket) -> tuple[Socket, _Offer | None]:
-        """Return the connection, with TLS if that is on, and what its token stands for; None for none."""
+        """Return the connection, with TLS if that is on, and the offer of its token; None for no valid token."""
         sock: Socket = plain
         if self._files is not None:
             sock = TlsSocket(plain, self._context()[0], serves=True)
@@ -282,13 +282,13 @@ class _ServerChannel:
                 self._release(number)
 
     def end(self) -> None:
-        """Accept no more requests, and end the channel after the last answer."""
+        """Stop accepting requests, and close the channel after the last answer."""
         self._ending = True
         self._adjust()
         self._end_if_idle()
 
     def _adjust(self) -> None:
-        """Receive only while there is room for requests, and the client reads what it gets."""
+        """Receive only while there is room for requests, and the client reads its answers."""
         is_full = len(self._computing) >= _WINDOW or self._socket.pending >= _MOST_UNSENT
         if self._ending or is_full:
             self._socket.pause()
@@ -363,7 +363,7 @@ class _ServerChannel:
             self._handler.metrics.record_outcome("cancelled")
             self._release(number)
         elif (error := task.exception()) is not None:
-            _log.error("a request of %s failed in a way not foreseen", self._call.client, exc_info=error)
+            _log.error("a request of %s failed unexpectedly", self._call.client, exc_info=error)
             self._send_error(RequestError(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"), number)
         self._adjust()
         self._end_if_idle()

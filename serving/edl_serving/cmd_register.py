@@ -1,4 +1,4 @@
-"""`edl register`: put a running Triton or other KServe v2 server into discovery.
+"""`edl register`: register a running Triton or other KServe v2 server in discovery.
 
 The load of such a server comes from Triton's extension `ModelStatistics`. Triton counts executions by batch size, so
 the number of rows is the sum of sizes times executions, and the compute time is that of the executions.
@@ -146,13 +146,13 @@ class RegisterConfig:
         model = given.get("model") or given.get("service")
         if model is None:
             raise SettingsError(
-                "name the service: --service NAME (and --model NAME, if the server calls its model otherwise)"
+                "name the service: --service NAME (and --model NAME, if the server's name for its model differs)"
             )
         parse_endpoint("ENDPOINT", endpoint)
         address, port = parse_endpoint("--advertise", given.get("advertise", endpoint))
         registration = registration_settings_of(given, given.get("service") or model)
         if registration.url is None:
-            raise SettingsError("--store none: registering is all that this command does")
+            raise SettingsError("--store none: this command only registers")
         registration.check(address)
         refuse_zero(given, "interval", "timeout")
         names = {"interval": "interval_s", "timeout": "timeout_s", "priority": "", "failures": "", "ready_file": ""}
@@ -295,7 +295,7 @@ class ForeignServer:
             if not self._ask("ServerReady").ready:
                 return ProbeResult(ProbeStatus.NOT_READY, "the server says that it is not ready")
             if not self._ask("ModelReady", name=self._model).ready:
-                return ProbeResult(ProbeStatus.NOT_READY, f"the server is ready, its model {self._model!r} is not")
+                return ProbeResult(ProbeStatus.NOT_READY, f"the server is ready, but its model {self._model!r} is not")
         except grpc.RpcError as exc:
             status, reason = _result_of(exc, self._model)
             return ProbeResult(status, self._explain(reason) or reason)
@@ -315,7 +315,7 @@ class ForeignServer:
             config = self._ask("ModelConfig", name=self._model).config
         except grpc.RpcError as exc:
             code = exc.code() if isinstance(exc, grpc.Call) else None
-            unknown = f"the server does not say what it computed: {_words_of(exc)}"
+            unknown = f"the server does not report its load: {_words_of(exc)}"
             note = NO_STATISTICS if code is grpc.StatusCode.UNIMPLEMENTED else unknown
             return TeacherCounts(None, None, 1, None, note)
         except ValueError:  # raised by gRPC after `close` was called in another thread

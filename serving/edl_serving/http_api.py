@@ -1,7 +1,7 @@
 """KServe v2 over HTTP, on the server's metrics port: for `curl`, and for clients that have no gRPC.
 
 A request becomes the `ModelInferRequest` that gRPC would have brought, so queue, limits and checks are the same.
-Tensors are JSON, or raw bytes behind it (https://github.com/kserve/open-inference-protocol, the binary tensor
+Tensors are JSON, or raw bytes after it (https://github.com/kserve/open-inference-protocol, the binary tensor
 extension).
 
 The metrics port has neither TLS nor tokens. So a server with credentials answers no requests here, nor does one whose
@@ -87,14 +87,14 @@ class HttpApi:
         if self._refusal:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, self._refusal, reason="http")
         if "HTTP_ORIGIN" in environ or not _HOSTS.allows(environ.get("HTTP_HOST")):  # a page's, or under its own name
-            words = "requests of web pages, and under other names than localhost, are refused"
+            words = "requests from web pages, or under names other than localhost, are refused"
             raise RequestError(grpc.StatusCode.PERMISSION_DENIED, words, reason="http")
         if path in ("/v2", "/v2/"):
             extensions = [*model.extensions(), "binary_tensor_data"]
             return {"name": "edl", "version": __version__, "extensions": extensions}, []
         found = _PATH.fullmatch(path)
         if found is None:
-            raise not_found(f"no path {quote(path)}: there is /v2/models/{model.name}/infer")
+            raise not_found(f"no path {quote(path)}: try /v2/models/{model.name}/infer")
         name, version, what = found[1], found[2] or "", found[3]
         model.check_request(name, version)
         if what == "/ready":
@@ -127,11 +127,11 @@ class HttpApi:
         return None, []
 
     def _read(self, environ: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Return a body's JSON and the bytes behind it."""
+        """Return a body's JSON and the bytes after it."""
         if environ.get("HTTP_CONTENT_ENCODING", "identity") != "identity":
-            raise invalid_argument("bodies are taken as they are: send it without Content-Encoding")
+            raise invalid_argument("compressed bodies are not accepted: send it without Content-Encoding")
         if "HTTP_TRANSFER_ENCODING" in environ:
-            raise invalid_argument("bodies in chunks are not read: send Content-Length in place of Transfer-Encoding")
+            raise invalid_argument("chunked bodies are not accepted: send Content-Length in place of Transfer-Encoding")
         try:
             length = int(environ.get("CONTENT_LENGTH") or "")
             head = int(environ.get("HTTP_INFERENCE_HEADER_CONTENT_LENGTH") or length)
@@ -143,10 +143,10 @@ class HttpApi:
             raise invalid_argument(f"{length:,} bytes: at most {self._max_bytes:,} (edl serve --max-message)")
         try:
             body = environ["wsgi.input"].read(length)
-        except OSError as exc:  # the client is gone, or silent
-            raise invalid_argument(f"the body did not come: {exc}") from exc
+        except OSError as exc:  # the client disconnected, or is silent
+            raise invalid_argument(f"the body did not arrive: {exc}") from exc
         if len(body) < length:
-            raise invalid_argument(f"{len(body):,} bytes came, and Content-Length is {length:,}")
+            raise invalid_argument(f"{len(body):,} bytes arrived, but Content-Length is {length:,}")
         if head > _MOST_JSON:
             words = "send large tensors behind the JSON, as raw bytes"
             raise invalid_argument(f"{head:,} bytes of JSON, at most {_MOST_JSON:,}: {words}")
@@ -214,7 +214,7 @@ def _as_message(
     for item in fields.get("outputs", []):
         parameters = dict(item.get("parameters", {}))
         if parameters.pop("classification", 0):
-            raise ValueError("classification is not known here: ask for the output, or for edl_top_k")
+            raise ValueError("classification is not supported: ask for the output, or for edl_top_k")
         wanted[item["name"]] = parameters.pop("binary_data", default)
         _set_parameters(message.outputs.add(name=item["name"]), parameters)
     return message.SerializeToString(), raw, lambda output: bool(wanted.get(output, default))
@@ -228,9 +228,9 @@ def _array_of(item: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     array, dtype = np.array(data).reshape(-1), dtype_of(kind)
     fits = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
     if kind == "BF16":
-        raise ValueError(f"input {quote(item['name'])}: BF16 is sent as raw bytes alone (binary_data_size)")
+        raise ValueError(f"input {quote(item['name'])}: BF16 is accepted only as raw bytes (binary_data_size)")
     if array.size and (array.dtype.kind not in fits or (kind != "BOOL" and _has_booleans(data))):
-        raise ValueError(f"input {quote(item['name'])}: its data are not all {kind}")
+        raise ValueError(f"input {quote(item['name'])}: not all of its data are {kind}")
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
     if (cast != array).any() if dtype.kind in "iu" else dtype.kind == "f" and not np.isfinite(cast).all():
@@ -266,7 +266,7 @@ def _as_fields(answer: bytes, as_bytes: Callable[[str], bool]) -> tuple[dict[str
             try:
                 output["data"] = [item.decode() if isinstance(item, bytes) else item for item in array.tolist()]
             except UnicodeDecodeError:
-                words = f"output {tensor.name!r} has bytes that are no text: ask for binary_data"
+                words = f"output {tensor.name!r} has bytes that are not text: ask for binary_data"
                 raise invalid_argument(words) from None
         outputs.append(output)
     found = {"model_name": message.model_name, "model_version": message.model_version, "outputs": outputs}

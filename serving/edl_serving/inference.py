@@ -44,14 +44,14 @@ _ELSEWHERE = {
     "CudaSharedMemoryStatus": _SYSTEM_MEMORY,
     "CudaSharedMemoryRegister": _SYSTEM_MEMORY,
     "CudaSharedMemoryUnregister": _SYSTEM_MEMORY,
-    "TraceSetting": "this server makes no traces: send traceparent, and read it in edl serve --access-log",
+    "TraceSetting": "this server creates no traces: send traceparent, and read it in edl serve --access-log",
     "LogSettings": "the server's logging is set when it starts: edl serve --verbose and --log-format",
 }
 """Triton's methods that this server does not implement, and what to use instead."""
 
 
 class InferenceServicer:
-    """Answers KServe v2's methods, and opens tensor channels; what is None is turned off."""
+    """Answers KServe v2's methods, and opens tensor channels; features that are None are turned off."""
 
     def __init__(
         self,

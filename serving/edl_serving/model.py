@@ -35,7 +35,7 @@ class ServedModel:
             if not specs:
                 raise SettingsError(f"model {self.name!r} has no {kind}s")
             if len({spec.name for spec in specs}) < len(specs):
-                raise SettingsError(f"model {self.name!r} has two {kind}s of one name")
+                raise SettingsError(f"model {self.name!r} has two {kind}s with the same name")
         for spec in self.outputs:
             if spec.datatype == "BF16":
                 raise SettingsError(f"output {spec.name!r} is BF16: declare it as FP32 and let students ask for FP16")
@@ -53,9 +53,11 @@ class ServedModel:
         self.max_sequence = min(first.max_sequence or settings.max_batch_rows, settings.max_batch_rows)
         self._settings = settings
         if self.sequence_input is not None and TensorSpec(self.sequence_input, "INT32") not in self.inputs:
-            raise SettingsError(f"model {self.name!r} has no input {self.sequence_input!r} of INT32, a number a row")
+            raise SettingsError(
+                f"model {self.name!r} has no input {self.sequence_input!r} of INT32, one number per row"
+            )
         if self.sequence_input is not None and first.inline:
-            raise SettingsError(f"model {self.name!r} has rows of sequences, and cannot be inline")
+            raise SettingsError(f"model {self.name!r} has sequence rows, so it cannot be inline")
 
     def inputs_of(self, sent: Collection[str]) -> tuple[TensorSpec, ...]:
         """Return the inputs, without the optional ones that were not sent."""

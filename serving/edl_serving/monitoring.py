@@ -119,7 +119,7 @@ class Metrics(Collector):
         for worker in self._workers:
             since_s = worker.computing_since_s
             if since_s is not None and now_s - since_s > limit_s:
-                return f"a call of the model takes {now_s - since_s:,.0f} s already, and {limit_s:g} s are the limit"
+                return f"a call of the model has taken {now_s - since_s:,.0f} s so far, and the limit is {limit_s:g} s"
         return ""
 
     def record_outcome(self, outcome: str) -> None:

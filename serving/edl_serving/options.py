@@ -159,7 +159,7 @@ class Option:
         return self.name.replace("-", "_")
 
     def read(self, raw: Any, where: str) -> Any:
-        """Read a value; `where` says in errors where it was found."""
+        """Read a value; `where` names its origin in errors."""
         try:
             if self.pairs:
                 return self._read_pairs(raw)

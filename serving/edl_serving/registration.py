@@ -64,7 +64,7 @@ class RegistrationSettings:
     load: LoadSettings = field(default_factory=LoadSettings)
 
     def check(self, address: str) -> None:
-        """Raise if no registry would accept the entry, so that this shows before a large model is loaded."""
+        """Raise if no registry would accept the entry, before a large model is loaded."""
         if self.url is not None:
             check_ttl(self.ttl_s)
             validated(self.instance(address, 0 if address.startswith("unix:") else 1, model="", meta={}))
@@ -95,7 +95,7 @@ def is_loopback(host: str) -> bool:
 class ReadyFile:
     """A JSON file that exists while a process is ready, for the process that started it. It is written atomically.
 
-    The constructor raises `SettingsError` if the file cannot be written, so that this shows before a model is loaded.
+    The constructor raises `SettingsError` if the file cannot be written, before a model is loaded.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -221,7 +221,7 @@ class InstanceReconciler:
         except DiscoveryError as exc:
             self._trouble = str(exc)
             level = logging.DEBUG if self._backoff.failures else logging.WARNING
-            _log.log(level, "discovery does not answer, and is asked again until it does: %s", exc)
+            _log.log(level, "discovery does not answer; retrying until it does: %s", exc)
             return self._backoff.next_wait_s()
         except Exception as exc:  # noqa: BLE001 - raised again in `wait_until_current`
             _log.error("discovery: %s", exc, exc_info=_log.isEnabledFor(logging.DEBUG))
@@ -256,7 +256,7 @@ def _warn_of_a_namesake(registry: Registry, desired: Instance) -> None:
     for instance in registry.snapshot(desired.service).instances:
         if instance.id == desired.id and instance.endpoint != desired.endpoint:
             _log.warning(
-                "%s/%s is registered at %s, and is replaced: if that teacher lives, give each an --id of its own",
+                "%s/%s is registered at %s, and is replaced: if that teacher is alive, give each its own --id",
                 *(desired.service, desired.id, instance.endpoint),
             )
 

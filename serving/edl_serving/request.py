@@ -90,7 +90,7 @@ class RequestDecoder:
             if len(header) > _MAX_HEADER:
                 raise invalid_argument(
                     f"{len(header):,} bytes of names, shapes, parameters and typed contents, at most {_MAX_HEADER:,}: "
-                    "tensors belong into raw_input_contents"
+                    "tensors belong in raw_input_contents"
                 )
             plan = plan_request(codec.REQUEST.parse(header), self._model, self._max_rows)
         except ProtocolError as exc:
@@ -104,11 +104,11 @@ class RequestDecoder:
 
 def bind_tensors(plan: RequestPlan, raw: Sequence[memoryview], regions: ClientRegions | None) -> DecodedRequest:
     if raw and plan.typed is not None:
-        raise invalid_argument(f"input {quote(plan.typed)} has contents, and there are raw_input_contents as well")
+        raise invalid_argument(f"input {quote(plan.typed)} has contents, but raw_input_contents were also sent")
     if len(raw) != plan.raw_count:
         _refuse_count(plan, len(raw))
     if plan.uses_shared_memory and regions is None:
-        raise invalid_argument("this server takes no shared memory from this client")
+        raise invalid_argument("this server accepts no shared memory from this client")
     arrays = []
     for tensor in plan.inputs:
         try:
@@ -150,7 +150,7 @@ def check_sequences(name: str, position: Array, max_sequence: int) -> None:
     if len(wrong):
         row = int(wrong[0]) + 1
         raise invalid_argument(
-            f"input {quote(name)} is {int(position[row])} in row {row}, behind {int(position[row - 1])}: it must rise "
+            f"input {quote(name)} is {int(position[row])} in row {row}, after {int(position[row - 1])}: it must rise "
             "by 1 from row to row, and be 0 where a sequence begins"
         )
     longest = int(position.max()) + 1

@@ -71,7 +71,7 @@ class OutputOptions:
             )
         if not spec.shape:
             raise invalid_argument(
-                f"parameter {names.TOP_K}: output {quote(spec.name)} has one value a row, no classes"
+                f"parameter {names.TOP_K}: output {quote(spec.name)} has one value per row, no classes"
             )
         self._check_classes(spec.name, spec.shape[-1])
         return names.top_k_names(spec.name)
@@ -271,7 +271,7 @@ def _copied_bytes(model: ServedModel, slices: list[RegionSlice]) -> int:
     copied = sum(piece.nbytes for piece in slices)
     if copied > _MOST_COPIED:
         raise invalid_argument(
-            f"{copied:,} bytes of inputs lie in shared memory, and this model takes {_MOST_COPIED:,} at most, since it "
+            f"{copied:,} bytes of inputs are in shared memory, but this model takes at most {_MOST_COPIED:,}, since it "
             "copies them: send fewer rows, or the inputs in the message"
         )
     return copied
@@ -420,12 +420,12 @@ def _wire_names(spec: TensorSpec, model: ServedModel, options: OutputOptions) ->
         return (spec.name,)
     if options.top_k is None:
         raise invalid_argument(
-            f"output {quote(spec.name)} has {spec.shape[-1]} values a row and is never sent whole: ask for the largest "
+            f"output {quote(spec.name)} has {spec.shape[-1]} values per row and is never sent whole: ask for the top "
             f"with parameter {names.TOP_K}, at most {model.max_top_k}"
         )
     if options.top_k > model.max_top_k:
         raise invalid_argument(
-            f"parameter {names.TOP_K}={options.top_k}: this server computes {model.max_top_k} at most "
+            f"parameter {names.TOP_K}={options.top_k}: this server computes at most {model.max_top_k} "
             "(edl serve --top-k)"
         )
     return options.wire_names(spec)

@@ -185,7 +185,7 @@ def refuse_zero(given: Mapping[str, Any], *keys: str) -> None:
     """Refuse a duration of 0 for options that must be above 0."""
     for key in keys:
         if given.get(key) == 0:
-            raise SettingsError(f"--{key.replace('_', '-')} 0: expected more than nothing")
+            raise SettingsError(f"--{key.replace('_', '-')} 0: expected a value above 0")
 
 
 def prepare_process(command: str, given: Mapping[str, Any]) -> None:
@@ -279,7 +279,7 @@ def _server_settings(model: str, given: Mapping[str, Any]) -> ServerSettings:
     if "max_queue" not in given and "max_batch_rows" in chosen:
         chosen["max_queue_rows"] = max(ServerSettings.max_queue_rows, 4 * chosen["max_batch_rows"])
     if "metrics_port" not in given and "metrics_host" in given:
-        raise SettingsError("--metrics-host means nothing without --metrics-port")
+        raise SettingsError("--metrics-host requires --metrics-port")
     return ServerSettings(model, **chosen)
 
 

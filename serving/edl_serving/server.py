@@ -48,7 +48,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _AGE_GRACE_MS = 30_000  # time for requests in flight on a connection that reached its age; the same as for draining
 _SWEEP_EVERY_S = 5.0  # longest time that a killed student's memory is kept; a sweep takes microseconds
 _TURN_S = 4.0
-"""How long one turn of the event loop may take before the process counts as stuck. The operator's probes wait 5 s, and
+"""How long an event loop iteration may take before the process counts as stuck. The operator's probes wait 5 s, and
 large requests take far less."""
 _FAULT_LOOK_S = 1.0
 """How often backends are asked for faults. This takes microseconds, and is as fast as students notice a dead
@@ -160,7 +160,7 @@ class TeacherServer:
                 loop.call_soon_threadsafe(turned.set)
             except RuntimeError:  # the loop is closed, so the process is about to end
                 return ""
-            return "" if turned.wait(_TURN_S) else f"the event loop has not come round for {_TURN_S:g} s"
+            return "" if turned.wait(_TURN_S) else f"the event loop has been stuck for {_TURN_S:g} s"
 
         def check_model() -> str:
             if self._lifecycle.state is ServerState.STARTING:
@@ -266,7 +266,7 @@ class TeacherServer:
             if files is not None:
                 refusal = "this server has TLS or tokens, and this port has neither: use gRPC"
             elif settings.metrics_host != settings.host and not is_this_host(authority(settings.metrics_host, 0)):
-                refusal = "this port is open to other hosts than the server: give --metrics-host as --host, or use gRPC"
+                refusal = "this port is open to more hosts than the server: give --metrics-host as --host, or use gRPC"
             api = HttpApi(inference, asyncio.get_running_loop(), settings.max_message_bytes, refusal)
             self.metrics_port = self.metrics.listen(settings.metrics_host, settings.metrics_port, api)
 
@@ -365,7 +365,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
 
 _HOSTS = "give --host 127.0.0.1 for students on this machine, 0.0.0.0 for others too, or one of its addresses"
 _REMEDIES = {
-    errno.EADDRINUSE: "another --port does, or 0 for a free one",
+    errno.EADDRINUSE: "use another --port, or 0 for a free one",
     errno.EADDRNOTAVAIL: f"this machine has no such address; {_HOSTS}",
     errno.EACCES: "a --port above 1023 needs no privileges",
 }
@@ -568,7 +568,7 @@ async def _drain(server: TeacherServer, leave: Callable[[], None] | None) -> boo
         try:
             await asyncio.wait_for(_in_thread(leave), timeout_s / 2)
         except asyncio.TimeoutError:
-            _log.error("leaving discovery takes longer than %.1f s; going on without", timeout_s / 2)
+            _log.error("leaving discovery takes longer than %.1f s; continuing without it", timeout_s / 2)
         except Exception as exc:  # noqa: BLE001 - whatever discovery says, students' requests are finished first
             _log.error("leaving discovery raised %s: %s", type(exc).__name__, exc, exc_info=exc)
     drained = await server.drain(max(0.0, deadline - loop.time()))

@@ -127,7 +127,7 @@ class ServerSettings:
             credentials.cert or credentials.allow_insecure_tokens or is_this_host(authority(self.host, 0))
         ):
             raise SettingsError(
-                f"tokens without TLS on {self.host}: anyone who reads the network has them. Give the teacher a "
+                f"tokens without TLS on {self.host}: anyone who reads the network gets them. Give the teacher a "
                 "certificate (--tls-cert, --tls-key), or listen on 127.0.0.1, or say that the network may be trusted "
                 "(--allow-insecure-tokens)"
             )

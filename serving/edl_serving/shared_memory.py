@@ -3,7 +3,7 @@
 A client creates a POSIX shared memory object, registers it, and then gives in its requests the place of each tensor in
 it. The server opens the object with its own rights, so it must not do for a client what the client may not do itself:
 it accepts an object only from its owner, and each user has a separate namespace of regions. If a client of a user names
-no region, it means those that its own connection registered, or a connection that is gone. gRPC reports only a peer's
+no region, it means those that its own connection registered, or a closed connection. gRPC reports only a peer's
 address; the kernel knows the user of a loopback connection (`/proc/net/tcp`, proc(5)).
 
 An object of the server's own user that no other user may write is mapped, so inputs are read without a copy. When a
@@ -267,7 +267,7 @@ class ClientRegions:
             if os.fstat(known.fd).st_nlink > 0:
                 raise RequestError(
                     grpc.StatusCode.ALREADY_EXISTS,
-                    f"shared memory region {quote(request.name)} is registered already, with key {quote(known.key)}",
+                    f"shared memory region {quote(request.name)} is already registered, with key {quote(known.key)}",
                 )
             del own[request.name]
         self._table.check_capacity(region.nbytes)
@@ -302,7 +302,7 @@ class ClientRegions:
             user = self._table.peers.user_of(self._peer)
             if user is None:
                 raise invalid_argument(
-                    f"shared memory is for users of this host; which one {quote(self._peer)} is is unknown"
+                    f"shared memory is for users of this host; the user of {quote(self._peer)} is unknown"
                 )
             self._user = user
             self._regions_by_name = self._table.regions_of_user(user)

@@ -57,7 +57,7 @@ def open_backends(source: ModelSource) -> list[Backend]:
         if given and field.name not in takes | {"kind", "target"}:
             flags = {"inputs": "input", "outputs": "output", "options": "option", "version": "model-version"}
             flag = flags.get(field.name, field.name.replace("_", "-"))
-            raise SettingsError(f"--{flag} means nothing to --{source.kind}")
+            raise SettingsError(f"--{flag} does not apply to --{source.kind}")
     load = _import_loader(loader)
     devices: list[Any] = [device.strip() for device in source.device.split(",")] if source.device else [None]
     backends: list[Backend] = []

@@ -1,4 +1,4 @@
-"""`Backend`, the interface between the teacher server and a model, and `DescribedBackend` for models of the user's.
+"""`Backend`, the interface between the teacher server and a model, and `DescribedBackend` for users' models.
 
 Inputs are views of memory that does not belong to the model. numpy refuses to write to an array that is flagged
 read-only. torch and native code ignore the flag, and writing to read-only shared memory kills the process with SIGSEGV.
@@ -66,8 +66,8 @@ def with_nonzero_floats(zeros: Mapping[str, Array]) -> dict[str, Array]:
 def warn_of_copies() -> None:
     """Warn that the model gets copies of its inputs, and say how to avoid them."""
     _log.warning(
-        "the model writes to its inputs, which are read-only: from now on it gets copies. Have it write to arrays of "
-        "its own to save them"
+        "the model writes to its inputs, which are read-only: from now on it gets copies. Have it write to its own "
+        "arrays to avoid them"
     )
 
 
@@ -110,7 +110,7 @@ class TopKArrays(NamedTuple):
     """The k largest values of each row of an output, and what the remaining classes add to a softmax.
 
     Attributes:
-        ids: Ids of the classes, INT32 `[rows, k]`, by falling value; equal values by rising id.
+        ids: Ids of the classes, INT32 `[rows, k]`, by descending value, then ascending id.
         values: Values of these classes, `[rows, k]` in the output's datatype.
         tail: log(sum(exp(value / temperature))) over the remaining classes, FP32 `[rows]`; -inf if there are none.
     """
@@ -400,7 +400,7 @@ def infer_outputs(
         rows = len(next(iter(batch.values())))
         for name, array in predict(batch).items():
             if array.ndim == 0 or len(array) != rows:
-                raise SettingsError(f"the model answers {rows} rows with {name!r} of shape {list(array.shape)}")
+                raise SettingsError(f"for {rows} rows, the model returns {name!r} of shape {list(array.shape)}")
             seen.setdefault(name, []).append(array)
     return [_merge(name, arrays) for name, arrays in seen.items()]
 
@@ -440,14 +440,14 @@ def select_outputs(answers: Mapping[str, T], names: Sequence[str]) -> Mapping[st
         return answers
     if list(answers) == default_output_names(len(answers)) and len(names) <= len(answers):
         return dict(zip(names, answers.values(), strict=False))
-    raise ValueError(f"the model answers {', '.join(map(repr, answers))}; wanted are {', '.join(map(repr, names))}")
+    raise ValueError(f"the model returns {', '.join(map(repr, answers))}; expected {', '.join(map(repr, names))}")
 
 
 def _merge(name: str, arrays: Sequence[Array]) -> TensorSpec:
     first, last = arrays[0], arrays[-1]
     if first.ndim != last.ndim or first.dtype != last.dtype:
         raise SettingsError(
-            f"output {name!r} is once {first.dtype}{list(first.shape[1:])} and once {last.dtype}{list(last.shape[1:])}"
+            f"output {name!r} is first {first.dtype}{list(first.shape[1:])} and then {last.dtype}{list(last.shape[1:])}"
         )
     shape = tuple(a if a == b else -1 for a, b in zip(first.shape[1:], last.shape[1:], strict=True))
     return TensorSpec(name, datatype_of(first.dtype), shape)
@@ -463,7 +463,7 @@ def cast_to_spec(spec: TensorSpec, value: object) -> Array:
     if array.dtype == dtype:
         return array
     if dtype.kind == "O" or not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise TypeError(f"output {spec.name!r} is {array.dtype}, which does not become {spec.datatype}")
+        raise TypeError(f"output {spec.name!r} is {array.dtype}, which cannot be cast to {spec.datatype}")
     with np.errstate(over="ignore"):
         converted = array.astype(dtype)
     if array.size and not np.can_cast(array.dtype, dtype, "safe"):
@@ -481,7 +481,7 @@ def _refuse_overflow(spec: TensorSpec, array: Array, converted: Array) -> None:
         changed = np.isinf(converted) & np.isfinite(array)
         lost = array[changed][0] if changed.any() else None
     if lost is not None:
-        raise TypeError(f"output {spec.name!r} holds {lost} as {array.dtype}, which {spec.datatype} does not have")
+        raise TypeError(f"output {spec.name!r} holds {lost} as {array.dtype}, which {spec.datatype} cannot hold")
 
 
 @dataclass(frozen=True)
@@ -549,7 +549,7 @@ class DescribedBackend(Backend):
         if sample:
             missing = [spec.name for spec in self.inputs if spec.name not in sample]
             if missing:
-                raise SettingsError(f"--sample has {', '.join(sample)}, and no {missing[0]!r}")
+                raise SettingsError(f"--sample has {', '.join(sample)}, but no {missing[0]!r}")
             self._sample = {spec.name: cast_to_spec(spec, sample[spec.name]) for spec in self.inputs}
         self.outputs = complete_outputs(outputs, self._run_model, self.inputs, self._sample)
 

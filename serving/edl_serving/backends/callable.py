@@ -70,7 +70,7 @@ class CallableBackend(DescribedBackend):
             return {str(name): array_of(value) for name, value in answer.items()}
         if isinstance(answer, np.ndarray):
             return {"output": array_of(answer)}
-        raise TypeError(f"the function returned {type(answer).__name__}, not a dictionary of arrays, nor an array")
+        raise TypeError(f"the function returned {type(answer).__name__}, not a dictionary of arrays or an array")
 
     def warm_up(self, max_rows: int) -> None:
         """Call the function's own `warm_up` if it has one, else the default."""
@@ -108,10 +108,10 @@ def from_factory(source: ModelSource) -> Backend:
         return _backend(source, built)
     for name, given in (("input", source.inputs), ("output", source.outputs), ("sample", source.sample)):
         if given:
-            raise SettingsError(f"--{name} means nothing to a factory that returns a Backend")
+            raise SettingsError(f"--{name} does not apply to a factory that returns a Backend")
     if built.names_its_version:
         if source.version:
-            raise SettingsError("--model-version means nothing to a factory that returns a Backend with a version")
+            raise SettingsError("--model-version does not apply to a factory that returns a Backend with a version")
     else:
         built.version_if_unnamed = source.version or compute_version(source, module_of(source.target), built)
     return built

@@ -63,8 +63,8 @@ def compute_version(source: ModelSource, module: types.ModuleType, model: Any) -
     except Exception as exc:  # noqa: BLE001 - the user's objects may raise anything when they are inspected
         reason = str(exc) if isinstance(exc, UnknownStateError) else f"{type(exc).__name__}: {exc}"
         _log.warning(
-            "the version of the model is unknown: %s. Students keep no labels of it in caches: name the version by "
-            "--model-version, and another one with each change",
+            "the version of the model is unknown: %s. Students do not cache its labels: set "
+            "--model-version, and change it with each change of the model",
             reason,
         )
         return ""

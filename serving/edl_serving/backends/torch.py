@@ -173,7 +173,7 @@ def _spec(kind: str, name: str, value: Any) -> TensorSpec:
     try:
         return TensorSpec(name, datatype_of(torch.empty(0, dtype=dtype).numpy().dtype), shape)
     except (TypeError, ProtocolError) as exc:
-        raise SettingsError(f"--torch-export: {kind} {name!r} is {dtype}, which cannot travel") from exc
+        raise SettingsError(f"--torch-export: {kind} {name!r} is {dtype}, which cannot be sent") from exc
 
 
 def _output_names(program: torch.export.ExportedProgram, count: int) -> list[str]:
@@ -235,7 +235,7 @@ class TorchBackend(DescribedBackend):
             specs,
             outputs,
             sample,
-            "a PyTorch model does not say what its inputs are: give --input name:TYPE[size,size] for each, "
+            "a PyTorch model does not describe its inputs: give --input name:TYPE[size,size] for each, "
             "or --sample FILE.npz",
         )
 

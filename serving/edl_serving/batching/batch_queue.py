@@ -159,7 +159,7 @@ class BatchQueue:
         self._max_queue_bytes = max_queue_bytes
         self._clients: dict[str, _Backlog] = {}
         self._virtual_time = 0  # tag of the job that was popped last
-        self._finish_tags: dict[str, int] = {}  # clients without a job that were served more than their share
+        self._finish_tags: dict[str, int] = {}  # for clients without a job that were served more than their share
         self._numbers = itertools.count()
         self.rows = 0
         self.nbytes = 0

@@ -1,4 +1,4 @@
-"""The batcher between the event loop and the model: it queues jobs, worker threads compute batches, answers come back.
+"""The batcher between the event loop and the model: it queues jobs, worker threads compute batches and return answers.
 
 Workers take the next batch themselves, so the model never waits for the event loop, which may be busy receiving. The
 canary tests readiness by sending a sample row through the queue and the model.
@@ -152,7 +152,7 @@ class Batcher:
         if isinstance(job.answer, bytes):
             return job.answer
         if job.answer is None:
-            raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before it was computed")
+            raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request was computed")
         raise job.answer.copy()  # a copy, because its traceback's frames hold the job: a reference cycle
 
     def _compute_inline(self, job: InferenceJob) -> None:
@@ -198,7 +198,7 @@ class Batcher:
         if nbytes > settings.max_queue_bytes:  # it never fits, so a hint would make the client retry for ever
             return invalid_argument(
                 f"this request takes {nbytes:,} bytes, with the objects that its strings become, and "
-                f"{settings.max_queue_bytes:,} is all that may wait: send fewer rows (edl serve --max-queue-bytes)"
+                f"the queue holds at most {settings.max_queue_bytes:,}: send fewer rows (edl serve --max-queue-bytes)"
             )
         if queue.nbytes + nbytes > settings.max_queue_bytes:
             full = f"{queue.nbytes:,} of {settings.max_queue_bytes:,} bytes wait, and this request has {nbytes:,}"
@@ -245,7 +245,7 @@ class Batcher:
         try:
             self._loop.call_soon_threadsafe(_wake_waiters, jobs)
         except RuntimeError:  # the loop is closed, so nothing waits for the answers
-            _log.debug("%d answers came after the event loop was closed", len(jobs))
+            _log.debug("%d answers arrived after the event loop was closed", len(jobs))
 
     async def close(self, timeout_s: float) -> None:
         """Refuse queued jobs, let each worker finish its batch for up to `timeout_s`, and close the backends."""
@@ -261,7 +261,9 @@ class Batcher:
         for closed in late:
             closed.cancel()  # so that a thread that ends later does not try to wake a closed loop
         if late and timeout_s > 0:
-            _log.warning("%d of %d backends still compute after %.1f s: left", len(late), len(self._workers), timeout_s)
+            _log.warning(
+                "%d of %d backends still compute after %.1f s: abandoned", len(late), len(self._workers), timeout_s
+            )
 
 
 def _wake_waiters(jobs: list[InferenceJob]) -> None:
@@ -314,7 +316,7 @@ class Canary:
             if why:
                 _log.error("model %r fails a row of the sample, so this teacher is not ready: %s", self._model, why)
             else:
-                _log.warning("model %r answers a row of the sample again: ready", self._model)
+                _log.warning("model %r answers a row of the sample again; this teacher is ready", self._model)
             await self._changed(self.healthy)
 
     async def _ask(self) -> str | None:

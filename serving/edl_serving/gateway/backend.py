@@ -65,8 +65,8 @@ class EngineHealth:
     def set_changed(self, why: str) -> str:
         """Record that the engine's weights have changed since the start, so that it can no longer be used."""
         changed = (
-            f"{self.engine.address} is not what it was: {why}; labels of both would be mixed. Start this gateway "
-            "again, with another --model-version"
+            f"{self.engine.address} has changed: {why}; labels of both models would be mixed. Start this gateway "
+            "again, with a different --model-version"
         )
         with self._lock:
             self._changed = changed
@@ -76,7 +76,7 @@ class EngineHealth:
         return changed
 
     def set_doubtful(self, why: str) -> str:
-        """Record that the engine no longer answers as at the start; no request is sent until a probe succeeds."""
+        """Record that the engine answers differently than at startup; no request is sent until a probe succeeds."""
         with self._lock:
             if why != self._doubts:
                 _log.error("%s", why)
@@ -94,7 +94,7 @@ class EngineHealth:
         with self._lock:
             fault = self._changed or self._doubts or ("" if self._tracker.registered else why)
             if fault and not self.fault:
-                _log.warning("%s. The gateway goes on: it is out of discovery until the engine is back", fault)
+                _log.warning("%s. The gateway keeps running: it is out of discovery until the engine is back", fault)
             elif self.fault and not fault:
                 _log.warning("%s is back", self.engine.address)
             self.fault = fault
@@ -113,7 +113,7 @@ class EngineHealth:
             if self._doubts or not self._tracker.registered:
                 await self._probe(connection)
         except EngineAnswerError as exc:
-            return ProbeStatus.NOT_READY, f"{name} does not answer as it did: {exc}"
+            return ProbeStatus.NOT_READY, f"{name} answers differently than at startup: {exc}"
         except EngineRefusal as refusal:
             return ProbeStatus.NOT_READY, f"{name} is not healthy: {refusal}"
         except RequestError as error:
@@ -203,8 +203,8 @@ class GatewayBackend(Backend):
             next_token = int(ids[row + 1])
             raise invalid_argument(
                 f"input {names.TARGETS!r} is {int(targets[row])} in row {row}, and the next token is {next_token}: "
-                f"{self.platform} gives log-probabilities of the prompt's own tokens alone. `edl serve --hf` gives "
-                "those of any"
+                f"{self.platform} gives log-probabilities of the prompt's own tokens only. `edl serve --hf` gives "
+                "those of any token"
             )
 
     def find_fault(self) -> str:
@@ -221,7 +221,7 @@ class GatewayBackend(Backend):
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Raise NotImplementedError, because an engine returns only the largest values."""
-        raise NotImplementedError("an engine gives the largest log-probabilities alone: predict_top_k")
+        raise NotImplementedError("an engine gives only the largest log-probabilities: use predict_top_k")
 
     def predict_top_k(
         self, inputs: Mapping[str, Array], k: int, temperature: float

@@ -92,17 +92,17 @@ class GatewayConfig(TeacherConfig):
                 "take labels of other weights from their caches. Any text will do that changes when the weights do"
             )
         if "engine_ca" in given and not address.tls:
-            raise SettingsError(f"--engine-ca means nothing to {address.kind}://: give {address.kind}+https://")
+            raise SettingsError(f"--engine-ca does not apply to {address.kind}://: give {address.kind}+https://")
         if "engine_token_file" in given and not (
             address.tls or is_this_host(address.authority) or Credentials.of_options(given).allow_insecure_tokens
         ):
             raise SettingsError(
-                f"{endpoint} gets no token over a connection without TLS, where the network can read it: give "
+                f"{endpoint} gets no token over a connection without TLS, which the network can read: give "
                 f"{address.kind}+https://, or say that the network may be trusted (--allow-insecure-tokens)"
             )
         refuse_zero(given, "engine_timeout", "interval", "timeout")
         if "tokenizer" in given and not Path(given["tokenizer"]).expanduser().exists():
-            raise SettingsError(f"--tokenizer {given['tokenizer']!r}: there is no such file or folder")
+            raise SettingsError(f"--tokenizer {given['tokenizer']!r}: no such file or folder")
         tokens = given.get("max_tokens", _TOKENS_IN_FLIGHT)
         batch = tokens // BATCHES
         if batch < 1:
@@ -161,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
         facts = asyncio.run(find_facts(engine, config.engine_model, config.exact_model, config.top_k, config.wait_s))
         if facts.max_sequence > config.server.max_batch_rows:
             _log.warning(
-                "%s takes sequences of %d tokens, and students get %d at most: more with --max-tokens %d",
+                "%s takes sequences of %d tokens, but students may send at most %d: to allow more, set --max-tokens %d",
                 *(engine.address, facts.max_sequence, config.server.max_batch_rows, BATCHES * facts.max_sequence),
             )
         _log.info("%s, model %r, asked at %s", engine.address, facts.model, facts.endpoint.path)

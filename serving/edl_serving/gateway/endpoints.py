@@ -41,7 +41,7 @@ class EngineAnswerError(Exception):
 
 
 def top_k_rows(ids: Array, values: Array, k: int) -> TopKArrays:
-    """Return the k largest entries of each row, equal ones by rising id, and the log of the remaining probability.
+    """Return the k largest entries of each row, equal ones by ascending id, and the log of the remaining probability.
 
     `ids` (int64) and `values` (float64 log-probabilities at temperature 1) have shape `[rows, entries]`, with at least
     k entries in each row. Shorter rows are padded with an id of -1 and a value of -inf.
@@ -61,7 +61,7 @@ def top_k_rows(ids: Array, values: Array, k: int) -> TopKArrays:
 
 
 def _left_out(kept: Array) -> Array:
-    """Return the remaining probability of each row, `[rows]`, from log-probabilities in falling order."""
+    """Return the remaining probability of each row, `[rows]`, from log-probabilities in descending order."""
     # `expm1` gives 1 - p of the largest exactly even if p is nearly 1; the others are summed from the smallest.
     left: Array = -np.expm1(kept[:, 0]) - np.exp(kept[:, :0:-1]).sum(-1)
     # If rounding leaves nothing: a token that is left out has at most the probability of the last one in the list.
@@ -124,7 +124,7 @@ class ScoringEndpoint(abc.ABC):
         ids, values, own = self.entries(answer, tokens)
         for place, row in enumerate(ids, 1):
             if not k <= len(row) <= k + 1:
-                raise EngineAnswerError(f"position {place} has {len(row)} entries, and {k} were asked for")
+                raise EngineAnswerError(f"position {place} has {len(row)} entries, but {k} were requested")
         try:
             all_ids = np.array([row if len(row) > k else [*row, -1] for row in ids], np.int64)
             all_values = np.array([row if len(row) > k else [*row, -np.inf] for row in values], np.float64)
@@ -132,7 +132,7 @@ class ScoringEndpoint(abc.ABC):
         except (TypeError, ValueError, OverflowError) as exc:
             raise EngineAnswerError(f"the log-probabilities are not numbers: {exc}") from exc
         if own_values.ndim != 1 or not (own_values <= _ABOVE_CERTAIN).all():
-            raise EngineAnswerError("the log-probability of a token of the prompt is none")
+            raise EngineAnswerError("the log-probability of a token of the prompt is missing")
         rows = top_k_rows(all_ids, all_values, k)
         _check_positions(all_ids, all_values, np.array(tokens[1:], np.int64), own_values, rows.values[:, -1])
         return rows, own_values
@@ -160,7 +160,7 @@ def _check_positions(ids: Array, values: Array, tokens: Array, own: Array, small
         place = int(wrong.argmax())
         raise EngineAnswerError(
             f"position {place + 1} does not agree with the log-probability of the prompt's own token {tokens[place]}, "
-            f"{own[place]:.4g}: its list is of another position"
+            f"{own[place]:.4g}: its list belongs to a different position"
         )
 
 
@@ -175,7 +175,7 @@ class CompletionsEndpoint(ScoringEndpoint):
     def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-            raise EngineAnswerError("the answer has not one element of 'choices'")
+            raise EngineAnswerError("the answer does not have exactly one element in 'choices'")
         return _read_positions(choices[0].get("prompt_logprobs"), tokens)
 
 
@@ -229,7 +229,7 @@ class SGLangEndpoint(ScoringEndpoint):
         except (TypeError, ValueError, IndexError) as exc:
             raise EngineAnswerError(f"an entry is not [log-probability, token, text]: {exc}") from exc
         if shown != list(tokens):
-            raise EngineAnswerError("'input_token_logprobs' is of other tokens than those of the prompt")
+            raise EngineAnswerError("'input_token_logprobs' covers different tokens than the prompt")
         return ids, values, [entry[0] for entry in own[1:]]
 
 

@@ -306,10 +306,10 @@ class ProbeAnswer:
     def find_change(self, now: ProbeAnswer) -> str:
         """Return what shows that the weights have changed by `now`; empty if nothing does."""
         if now.weight_version != self.weight_version:
-            return f"its weights are {now.weight_version!r} now, and were {self.weight_version!r}"
+            return f"its weights are {now.weight_version!r} now, but were {self.weight_version!r}"
         for value, before in zip(now.values, self.values, strict=False):
             if abs(value - before) > _PROBE_TOLERANCE:
-                return f"a log-probability of the same prompt is {value:.3g} now, and was {before:.3g}"
+                return f"a log-probability of the same prompt is {value:.3g} now, but was {before:.3g}"
         return ""
 
 
@@ -338,8 +338,8 @@ class EngineFacts:
         named = self.endpoint.model(answer)
         if named and self.probe.model and named != self.probe.model:
             raise EngineAnswerError(
-                f"the answer is of model {quote(named)}, and at the start {quote(self.probe.model)} answered. "
-                "Where a router has a fallback, register the engines behind it"
+                f"the answer is from model {quote(named)}, but {quote(self.probe.model)} answered at startup. "
+                "If a router has a fallback, register the engines behind it"
             )
 
 
@@ -408,7 +408,7 @@ async def _find_model(
     if not isinstance(length, int) or length <= _RESERVED[engine.address.kind]:
         raise SettingsError(
             f"{engine.address}: /v1/models does not say how long a prompt may be (max_model_len is {length!r}); "
-            "vLLM and SGLang say it"
+            "vLLM and SGLang do"
         )
     return str(entry["id"]), str(entry.get("root") or ""), length
 
@@ -439,7 +439,7 @@ async def _find_endpoint(
             return endpoint, await probe_endpoint(connection, endpoint, model, k)
         except EngineRefusal as refusal:
             if refusal.status in (403, 404, 405, 501) and kind is not kinds[-1]:
-                _log.info("%s%s is not there: %s", engine.address, endpoint.path, refusal)
+                _log.info("%s%s is not available: %s", engine.address, endpoint.path, refusal)
                 continue
             raise SettingsError(explain(engine, endpoint.path, refusal, k)) from refusal
         except (EngineAnswerError, RequestError) as exc:
@@ -481,7 +481,7 @@ def explain(engine: EngineAccess, path: str, exc: Exception, k: int = 0) -> str:
     most = most_k(exc.message)
     if most is not None:
         return (
-            f"{where} gives {most} log-probabilities of a position at most: start vLLM with --max-logprobs {k} "
+            f"{where} gives at most {most} log-probabilities per position: start vLLM with --max-logprobs {k} "
             f"(or -1 for any number), or give --top-k {most}"
         )
     return f"{where} refuses to give {k} log-probabilities of a prompt's positions: {exc.status}: {quote(exc.message)}"

@@ -57,7 +57,7 @@ def test_not_live_while_the_model_hangs(inside: StartInside, connect: Connect) -
     assert ask(port, "/livez")[0] == 200
     call = connect(server.target).start(np.zeros((1, 4), np.float32))
     wait_until(lambda: ask(port, "/livez")[0] == 503)
-    assert "[-]model failed: a call of the model takes" in ask(port, "/livez")[1]
+    assert "[-]model failed: a call of the model has taken" in ask(port, "/livez")[1]
     assert ask(port, "/readyz") == (200, "[+]model ok\nreadyz check passed\n")
     server.call(server.server.leave())
     assert ask(port, "/readyz") == (503, "[-]model failed: draining\nreadyz check failed\n")

@@ -407,7 +407,7 @@ def test_endpoints(text: str, parsed: tuple[str, int] | None) -> None:
         (["localhost:99999", "--model", "m"], "ENDPOINT 'localhost:99999'"),
         (["localhost:1"], "name the service: --service NAME"),
         (["--model", "m"], "required: ENDPOINT"),
-        (["localhost:1", "--model", "m", "--interval", "0s"], "--interval 0: expected more than nothing"),
+        (["localhost:1", "--model", "m", "--interval", "0s"], "--interval 0: expected a value above 0"),
         (["localhost:1", "--model", "m", "--priority", "high"], "--priority 'high': expected lowest, default, auto"),
         (["localhost:1", "--model", "m", "--intervall", "5s"], "unknown option '--intervall'; did you mean"),
         (["localhost:1", "--model", "m", "--service", "a b"], "service 'a b'"),

@@ -115,7 +115,7 @@ def test_flags_win_and_pairs_are_joined(tmp_path: Path) -> None:
         ([*LEAST, "--maxbatch", "8"], "unknown option '--maxbatch'; did you mean '--max-batch'"),
         ([*LEAST, "--max", "8"], "unknown option '--max'"),
         ([*LEAST, "digits"], "unknown argument 'digits'; --help-all lists all"),
-        ([*LEAST, "--metrics-host", "0.0.0.0"], "--metrics-host means nothing without --metrics-port"),
+        ([*LEAST, "--metrics-host", "0.0.0.0"], "--metrics-host requires --metrics-port"),
         ([*LEAST, "--service", "two words"], "service 'two words'"),
         ([*LEAST, "--ttl", "1ms"], "ttl_s=0.001"),
         ([*LEAST, "--tls-cert", "a.pem"], "a TLS certificate without its key"),
@@ -221,7 +221,7 @@ def test_specs_have_name_type_and_shape(text: str, spec: TensorSpec | None) -> N
 def test_answers_are_cast_within_rounding() -> None:
     spec = TensorSpec("y", "FP32", (2,))
     assert cast_to_spec(spec, [[1, 2]]).dtype == "float32"
-    with pytest.raises(TypeError, match="'y' is float32, which does not become INT64"):
+    with pytest.raises(TypeError, match="'y' is float32, which cannot be cast to INT64"):
         cast_to_spec(TensorSpec("y", "INT64", (1,)), cast_to_spec(spec, [[1.5]]))
 
 

@@ -213,7 +213,7 @@ class TransformersBackend(Backend):
             row = int(np.argmax(wrong.reshape(len(ids), -1).any(1)))
             value = int(ids.reshape(-1)[int(np.argmax(wrong))])
             raise invalid_argument(
-                f"input {name!r} is {value} in row {row}, and token ids of this model are 0 to {vocabulary - 1}"
+                f"input {name!r} is {value} in row {row}, but token ids of this model are 0 to {vocabulary - 1}"
             )
 
 
@@ -268,7 +268,7 @@ class LanguageModelBackend(TokenBackend):
         length = loaded.longest
         kind = type(loaded.model).__name__
         if causal and not probes.is_causal(self._model, self._vocabulary, length):
-            raise SettingsError(f"--hf: {kind} lets tokens see those that follow: serve it with --task masked-lm")
+            raise SettingsError(f"--hf: {kind} lets tokens attend to later ones: serve it with --task masked-lm")
         if packing and not (causal and probes.keeps_packed_apart(self._model, self._vocabulary, length)):
             raise SettingsError(
                 f"--packing: {kind} does not keep packed sequences apart by their positions: leave the flag out, and "
@@ -283,7 +283,7 @@ class LanguageModelBackend(TokenBackend):
         if not self._plain_head:
             per_token = self._classes * logits.element_size()
             self._max_tokens = min(loaded.max_tokens, max(1, _WHOLE_LOGITS_BYTES // per_token))
-            _log.info("%s changes logits behind its head: %d tokens a call at most", kind, self._max_tokens)
+            _log.info("%s changes logits after its head: at most %d tokens per call", kind, self._max_tokens)
         self.max_top_k = min(max_top_k, self._classes)
         self.outputs = (
             TensorSpec(names.LOGPROBS, "FP32", (self._classes,)),
@@ -296,7 +296,7 @@ class LanguageModelBackend(TokenBackend):
             self._check_ids(names.TARGETS, inputs[names.TARGETS], self._classes)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        raise NotImplementedError("whole log-probabilities are gigabytes: predict_top_k")
+        raise NotImplementedError("whole log-probabilities are gigabytes: use predict_top_k")
 
     def predict_top_k(
         self, inputs: Mapping[str, Array], k: int, temperature: float
@@ -394,7 +394,7 @@ class SequenceClassifierBackend(TransformersBackend):
                 )
             if len(text) // 4 > self._loaded.longest:
                 raise invalid_argument(
-                    f"input {names.IDS!r} has {len(text) // 4} tokens in row {row}, and this model takes "
+                    f"input {names.IDS!r} has {len(text) // 4} tokens in row {row}, but this model takes "
                     f"{self._loaded.longest}: cut the text"
                 )
         flat = np.frombuffer(b"".join(inputs[names.IDS]), "<i4")

@@ -66,7 +66,7 @@ def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
     if missing:
         raise SettingsError(
             f"--hf {str(folder)!r}: the checkpoint has no {missing[0]} (of {len(missing)} weights that are missing), "
-            f"and would answer at random: is it a model for another --task than {task}?"
+            f"and its answers would be random: is it a model for a --task other than {task}?"
         )
     for config in (model.config, model.config.get_text_config()):  # multimodal models configure text separately
         config.use_cache = False  # saves the keys and values of all layers, which only generation needs
@@ -77,8 +77,8 @@ def _existing_folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         raise SettingsError(
-            f"--hf {path!r}: no folder with a config.json (in {Path.cwd()}); nothing is downloaded here: "
-            "`hf download NAME --local-dir FOLDER` does it"
+            f"--hf {path!r}: no folder with a config.json (in {Path.cwd()}); EDL downloads nothing: "
+            "run `hf download NAME --local-dir FOLDER`"
         )
     if not _weights(folder):
         raise SettingsError(
@@ -137,7 +137,7 @@ def from_folder(source: ModelSource) -> Backend:
         raise SettingsError(f"--hf needs --task, one of {', '.join(TASKS)}; got {task or 'none'}")
     language = task in ("causal-lm", "masked-lm")
     if source.top_k is not None and not language:
-        raise SettingsError(f"--top-k means nothing to --task {task}: students ask for parts of outputs themselves")
+        raise SettingsError(f"--top-k does not apply to --task {task}: students ask for parts of outputs themselves")
     if source.packing and task != "causal-lm":
         raise SettingsError("--packing is for --task causal-lm")
     if source.threads is not None:

@@ -59,7 +59,7 @@ def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
 
 
 def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) -> bool:
-    """Return whether a sequence gets the same output next to a short and a long one, and again next to a short one.
+    """Return whether a sequence's output is the same next to a short one, a long one, and a short one again.
 
     A few tokens of each suffice, since their positions simulate the lengths.
     """
@@ -129,7 +129,7 @@ def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
     kind = type(model).__name__
     if getattr(config, "attention_type", None) == "block_sparse":
         raise SettingsError(
-            f"--hf: {kind} changes its attention for good when a short sequence comes: set attention_type to "
+            f"--hf: {kind} changes its attention permanently after a short sequence: set attention_type to "
             "original_full in config.json"
         )
     found = set()

@@ -212,7 +212,7 @@ def test_a_models_words_keep_their_nuls() -> None:
 
 def test_outputs_a_type_lacks_are_refused() -> None:
     assert cast_to_spec(TensorSpec("y", "INT8", ()), np.array([-128, 127])).tolist() == [-128, 127]
-    with pytest.raises(TypeError, match="'y' holds 300 as int64, which INT8 does not have"):
+    with pytest.raises(TypeError, match="'y' holds 300 as int64, which INT8 cannot hold"):
         cast_to_spec(TensorSpec("y", "INT8", ()), np.array([1, 300]))
     with pytest.raises(TypeError, match="which INT64 does not have"):
         cast_to_spec(TensorSpec("y", "INT64", ()), np.array([2**63], np.uint64))

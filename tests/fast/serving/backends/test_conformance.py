@@ -89,7 +89,7 @@ def test_what_cannot_be_is_named(source: ModelSource, tmp_path: Path) -> None:
     unknown |= {"normalize": "imagenet"} if source.kind in ("callable", "factory", "paddle") else {}
     unknown |= {"device": "cpu,cpu"} if source.device is None else {}
     for field, value in unknown.items():
-        with pytest.raises(SettingsError, match=rf"--{field} means nothing to --{source.kind}"):
+        with pytest.raises(SettingsError, match=rf"--{field} does not apply to --{source.kind}"):
             open_backends(dataclasses.replace(source, **{field: value}))
     if source.device is not None:
         with pytest.raises(SettingsError, match="--device 'tpu:9'"):
@@ -115,7 +115,7 @@ def test_paddle_misfits_are_named(saved: Saved, tmp_path: Path) -> None:
     source = dataclasses.replace(saved("paddle"), outputs=())
     with pytest.raises(SettingsError, match="the model's inputs are x; got image"):
         open_backends(dataclasses.replace(source, inputs=("image:float32[4]",)))
-    with pytest.raises(SettingsError, match=r"the model answers .*; wanted are 'a', 'b'"):
+    with pytest.raises(SettingsError, match=r"the model returns .*; expected 'a', 'b'"):
         open_backends(dataclasses.replace(source, outputs=("a", "b")))
     (tmp_path / "half.json").write_bytes(Path(source.target + ".json").read_bytes())
     with pytest.raises(SettingsError, match=r"there is .*half\.json, but no .*half\.pdiparams"):

@@ -396,5 +396,5 @@ def build():
     (tmp_path / "own.py").write_text(text)
     (backend,) = open_backends(ModelSource("factory", f"{tmp_path}/own.py:build"))
     assert backend.version == "mine"
-    with pytest.raises(SettingsError, match="--model-version means nothing"):
+    with pytest.raises(SettingsError, match="--model-version does not apply"):
         open_backends(ModelSource("factory", f"{tmp_path}/own.py:build", version="yours"))

@@ -62,7 +62,7 @@ def test_tuples_and_mappings_are_outputs() -> None:
     one = backend(Named(), outputs=["logits"])
     assert one.outputs == (TensorSpec("logits", "FP32", (4,)),)
     np.testing.assert_allclose(one.predict({"x": X})["logits"], 3 * X)
-    with pytest.raises(SettingsError, match="--output: the model answers 'hidden', 'logits'; wanted are 'scores'"):
+    with pytest.raises(SettingsError, match="--output: the model returns 'hidden', 'logits'; expected 'scores'"):
         backend(Named(), outputs=["scores"])
     with pytest.raises(TypeError, match="returned str, not a tensor"):
         backend(lambda x: "a string")
@@ -86,7 +86,7 @@ def test_warm_up_uses_a_sample() -> None:
     sizes.clear()
     sampled.warm_up(7)
     assert sorted(sizes) == [1, 7]
-    with pytest.raises(SettingsError, match="--sample has y, and no 'x'"):
+    with pytest.raises(SettingsError, match="--sample has y, but no 'x'"):
         backend(model, "x:float32[3,?,?]", sample={"y": np.ones((2, 3, 6, 6))})
 
 
@@ -140,7 +140,7 @@ def test_mixed_precision_answers_float32() -> None:
 def test_unusable_inputs_and_devices_are_named() -> None:
     with pytest.raises(SettingsError, match="'words': PyTorch has no tensors of BYTES"):
         backend(trained(), "words:BYTES")
-    with pytest.raises(SettingsError, match="does not say what its inputs are: give --input"):
+    with pytest.raises(SettingsError, match="does not describe its inputs: give --input"):
         TorchBackend(trained(), ())
     count = torch.cuda.device_count()
     with pytest.raises(SettingsError, match=rf"--device 'cuda:{count}': PyTorch sees {count} GPUs"):
@@ -228,9 +228,9 @@ def test_files_that_are_no_models_are_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_rows_must_be_answered_with_rows() -> None:
-    with pytest.raises(SettingsError, match=r"answers 2 rows with 'y' of shape \[\]"):
+    with pytest.raises(SettingsError, match=r"for 2 rows, the model returns 'y' of shape \[\]"):
         CallableBackend(lambda inputs: {"y": np.float32(1)}, ["x:float32[4]"])
-    with pytest.raises(SettingsError, match=r"answers 2 rows with 'y' of shape \[1, 4\]"):
+    with pytest.raises(SettingsError, match=r"for 2 rows, the model returns 'y' of shape \[1, 4\]"):
         CallableBackend(lambda inputs: {"y": inputs["x"][:1]}, ["x:float32[4]"])
     with pytest.raises(TypeError, match="returned NoneType, not a dictionary of arrays"):
         CallableBackend(lambda inputs: None, ["x:float32[4]"])
@@ -300,7 +300,7 @@ def test_factory_returns_a_backend() -> None:
     (backend,) = open_backends(ModelSource("factory", f"{__name__}:Own", options={"rows": 3}))
     assert isinstance(backend, Own)
     assert backend.rows == 3
-    with pytest.raises(SettingsError, match="--input means nothing to a factory that returns a Backend"):
+    with pytest.raises(SettingsError, match="--input does not apply to a factory that returns a Backend"):
         open_backends(ModelSource("factory", f"{__name__}:Own", inputs=("x:float32",)))
 
 

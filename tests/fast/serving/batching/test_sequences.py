@@ -164,8 +164,8 @@ def test_a_late_refusal_is_one_clients() -> None:
     ("position", "said"),
     [
         ([1, 2], "is 1 in row 0"),
-        ([0, 1, 3], "is 3 in row 2, behind 1"),
-        ([0, 2**31 - 1, -(2**31)], "is 2147483647 in row 1, behind 0"),
+        ([0, 1, 3], "is 3 in row 2, after 1"),
+        ([0, 2**31 - 1, -(2**31)], "is 2147483647 in row 1, after 0"),
         ([0, 0, 1, 2, 3, 4], "sequence that begins in row 1 has 5 rows, and this server takes 4"),
     ],
 )

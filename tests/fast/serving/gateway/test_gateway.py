@@ -253,7 +253,7 @@ def test_fault_while_engine_is_away(
     wait_until(lambda: not backend.find_fault())
     check(score(backend, [[1, 2]]), [[1, 2]])
     wait_until(lambda: "is back" in caplog.text)
-    assert "The gateway goes on" in caplog.text
+    assert "The gateway keeps running" in caplog.text
     assert {record.levelname for record in caplog.records} <= {"INFO", "WARNING"}
     engine.models = ["other"]
     wait_until(lambda: "--model-version" in caplog.text)

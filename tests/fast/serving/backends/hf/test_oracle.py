@@ -231,7 +231,7 @@ def test_equal_logits_go_by_rising_id() -> None:
         ("bert", "sequence-classification", {}, "has no bert.pooler.*of 4 weights.*another --task"),
         ("llama", "text-generation", {}, "--hf needs --task, one of causal-lm"),
         ("llama", "causal-lm", {"dtype": "int8"}, "--dtype 'int8'"),
-        ("bert", "feature-extraction", {"top_k": 4}, "--top-k means nothing to --task feature-extraction"),
+        ("bert", "feature-extraction", {"top_k": 4}, "--top-k does not apply to --task feature-extraction"),
     ],
 )
 def test_what_cannot_be_served(checkpoint: Folder, name: str, task: str, fields: dict[str, Any], said: str) -> None:
@@ -276,7 +276,7 @@ def test_ids_that_no_model_has(checkpoint: Folder) -> None:
     for value in (-1, VOCABULARY):
         wrong = {**inputs, "ids": np.array([5, 5, value, 5], np.int32)}
         said = refusal_of(lambda wrong=wrong: backend.check_inputs(wrong, 1.0))
-        assert said == f"input 'ids' is {value} in row 2, and token ids of this model are 0 to 96"
+        assert said == f"input 'ids' is {value} in row 2, but token ids of this model are 0 to 96"
     wrong = {**inputs, "targets": np.array([[5, 5], [5, VOCABULARY], [5, 5], [5, 5]], np.int32)}
     assert "'targets' is 97 in row 1" in refusal_of(lambda: backend.check_inputs(wrong, 1.0))
     classifier = load(checkpoint("classifier"), "sequence-classification")

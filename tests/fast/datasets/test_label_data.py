@@ -144,7 +144,7 @@ def test_file_cut_while_it_is_read(tmp_path: Path, suffix: str) -> None:
     rows, texts = open_data(str(path), ["x"]), open_data(str(tmp_path / "t.npz"), ["x"], offsets="begins")
     for opened, file in ((rows, path), (texts, tmp_path / "t.npz")):
         os.truncate(file, 10_000)
-        with pytest.raises(SourceError, match=rf"{file.name}' is gone, or shorter than when it was opened"):
+        with pytest.raises(SourceError, match=rf"{file.name}' is missing, or shorter than when it was opened"):
             list(opened.batches(8, but()))
 
 
@@ -355,7 +355,7 @@ def test_odd_ids_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="the id 1 appears twice"):
         open_data(str(path), ["x"], "id")
     path.write_text('{"id": 1, "x": [1], "y": [1, 2]}')
-    with pytest.raises(SettingsError, match=r"line 1: each token has one value.*\{'x': 1, 'y': 2\}"):
+    with pytest.raises(SettingsError, match=r"line 1: each token needs one value.*\{'x': 1, 'y': 2\}"):
         open_data(str(path), ["x", "y"])
     path.write_text("\n")
     with pytest.raises(SettingsError, match="has no sequences"):
@@ -388,7 +388,7 @@ def test_parquet_lists(tmp_path: Path) -> None:
     ):
         with pytest.raises(SettingsError, match=words):
             open_data(str(path), [key])
-    with pytest.raises(SettingsError, match=r"row 1: each token has one value.*\{'input_ids': 3, 'one': 1\}"):
+    with pytest.raises(SettingsError, match=r"row 1: each token needs one value.*\{'input_ids': 3, 'one': 1\}"):
         open_data(str(path), ["input_ids", "one"])
     parquet.write_table(pyarrow.table({"x": pyarrow.array([[1, None]])}), path)
     with pytest.raises(SettingsError, match="row 1: 'x' is not a list of numbers"):

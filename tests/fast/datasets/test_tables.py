@@ -83,7 +83,7 @@ def test_ragged_record_is_an_error(tmp_path: Path, row: str) -> None:
     with pytest.raises(SettingsError, match=r"table\.csv.*cannot find the records"):
         open_dataset(written(tmp_path, 'a,b\n1,"open\n2,3\n'))
     for odd in ('5" disk,"', '"a" b,2', 'a""b,2'):
-        with pytest.raises(SettingsError, match=r"table\.csv.*at b'a,b.*, only a part of a field is in quotes"):
+        with pytest.raises(SettingsError, match=r"table\.csv.*at b'a,b.*, only part of a field is in quotes"):
             open_dataset(written(tmp_path, f"a,b\n{odd}\n"))
     dataset = open_dataset(written(tmp_path, f"a,b\n1,2\n{row}\n"), ShardSettings(shard_size=1))
     assert list(dataset.read(Lease(0, 0, 0, 1))) == [{"a": "1", "b": "2"}]

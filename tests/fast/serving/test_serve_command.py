@@ -152,7 +152,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["--callable", "teacher.py:double"], "the model's inputs are unknown"),
         (["--factory", "teacher.py:Broken", "--option", "widht=4"], "unexpected keyword argument 'widht'"),
-        ([*ECHO, "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use; another --port"),
+        ([*ECHO, "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use; use another --port"),
         ([*ECHO, "--host", "300.1.1.1"], "listen on 300.1.1.1:0: no address of that"),
         ([*ECHO, "--host", "192.0.2.1"], "no such address; give --host 127.0.0.1 for"),
         ([*ECHO, "--uds", "no/such/socket"], "no such folder: '{folder}/no/such'"),
@@ -369,7 +369,7 @@ def test_two_teachers_of_one_id_are_told_so(registry: Registry, url: str, caplog
             with contextlib.closing(InstanceReconciler(url, 60.0)) as reconciler:
                 reconciler.set_desired(Instance("digits", "one", "127.0.0.1", port))
                 assert reconciler.wait_until_current(TIMEOUT_S)
-            assert ("give each an --id of its own" in caplog.text) is warned
+            assert ("give each its own --id" in caplog.text) is warned
 
 
 def test_loopback_is_of_no_use_in_a_cluster(caplog: pytest.LogCaptureFixture) -> None:

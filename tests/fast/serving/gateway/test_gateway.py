@@ -538,7 +538,7 @@ def test_students_get_rows(engine: FormulaEngine, gateways: Gateways, tmp_path: 
 
     wrong: list[tuple[list[list[int]], int | None, dict[str, Any], str]] = [
         (SEQUENCES, 8, {names.TEMPERATURE: 2.0}, "temperature 1"),
-        (SEQUENCES, 9, {}, "8 at most"),
+        (SEQUENCES, 9, {}, "at most 8"),
         (SEQUENCES, None, {}, names.TOP_K),
         ([[1] * 63], 8, {}, "62"),
         ([[50]], 8, {}, "out of vocabulary"),

@@ -152,7 +152,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["--callable", "teacher.py:double"], "the model's inputs are unknown"),
         (["--factory", "teacher.py:Broken", "--option", "widht=4"], "unexpected keyword argument 'widht'"),
-        ([*ECHO, "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use; use another --port"),
+        ([*ECHO, "--port", "{taken}"], "listen on 127.0.0.1:{taken}: Address already in use; use another --port"),
         ([*ECHO, "--host", "300.1.1.1"], "listen on 300.1.1.1:0: no address of that"),
         ([*ECHO, "--host", "192.0.2.1"], "no such address; give --host 127.0.0.1 for"),
         ([*ECHO, "--uds", "no/such/socket"], "no such folder: '{folder}/no/such'"),

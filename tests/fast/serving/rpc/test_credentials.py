@@ -158,7 +158,7 @@ def test_tls_beside_sockets_and_memory(
 WORDS = [
     ({}, "0.0.0.0", "without TLS and tokens: anyone who reaches it can use the model"),
     ({"token_file": "t"}, "0.0.0.0", "without TLS: tokens and data can be read on the network"),
-    ({"cert": "c", "key": "k"}, "[::]", "with TLS, for everybody"),
+    ({"cert": "c", "key": "k"}, "[::]", "with TLS, open to everyone"),
     ({"cert": "c", "key": "k", "token_file": "t"}, "0.0.0.0", ""),
     ({"cert": "c", "key": "k", "ca": "a"}, "0.0.0.0", ""),
     ({}, "127.0.0.1", ""),

@@ -160,4 +160,4 @@ def test_why_nothing_answers(port: int, monkeypatch: pytest.MonkeyPatch) -> None
     with socket.create_server((LOCAL, port)):
         found = diagnose(LOCAL, port)
         assert (found.connected, found.final) == (True, False)
-        assert "says nothing" in found.words
+        assert "sends nothing" in found.words

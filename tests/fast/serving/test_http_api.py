@@ -79,9 +79,9 @@ def test_triton_client(server: Inside) -> None:
 @pytest.mark.parametrize(
     ("body", "headers", "status", "words"),
     [
-        (tensor(datatype="INT32"), {}, 400, "not all INT32"),
+        (tensor(datatype="INT32"), {}, 400, "not all of its data are INT32"),
         (tensor(data=[1e40] * 8), {}, 400, "FP32 cannot hold"),
-        (tensor(data=[1.0, True] * 4), {}, 400, "not all FP32"),
+        (tensor(data=[1.0, True] * 4), {}, 400, "not all of its data are FP32"),
         (tensor(shape=[True, 8]), {}, 400, "whole numbers"),
         (tensor(shape=[3, 4]), {}, 400, "takes 48 bytes"),
         (tensor(name="z"), {}, 400, "'z'"),
@@ -92,9 +92,9 @@ def test_triton_client(server: Inside) -> None:
         (tensor(parameters={"binary_data_size": "0"}), {}, 400, "binary_data_size='0'"),
         (tensor(), {"Inference-Header-Content-Length": "9" * 9}, 400, "is 999,999,999, and Content-Length"),
         (b" " * (5 << 20), {}, 400, "at most 4,194,304"),
-        (tensor(), {"Transfer-Encoding": "chunked"}, 400, "in chunks"),
+        (tensor(), {"Transfer-Encoding": "chunked"}, 400, "chunked bodies are not accepted"),
         (tensor(), {"Origin": "http://evil.example"}, 403, "web pages"),
-        (tensor(), {"Host": "rebound.example"}, 403, "other names"),
+        (tensor(), {"Host": "rebound.example"}, 403, "names other than localhost"),
         (tensor(), {"Content-Encoding": "gzip"}, 400, "Content-Encoding"),
     ],
 )

@@ -65,6 +65,8 @@ _VARIABLE: Final = re.compile("[A-Z][A-Z0-9_]+")
 _MOST_FILES: Final = 500
 """Files of a program that are read: two seconds. A folder on PYTHONPATH may hold packages with thousands of files."""
 
+_MOST_NESTED: Final = 100  # files that import each other in a chain: a file takes some of Python's 1,000 nested calls
+
 
 @dataclass(frozen=True)
 class ProgramImports:
@@ -130,12 +132,13 @@ class _Scan:
     foreign: bool = False
     _seen: set[Path] = field(default_factory=set)
     _trees: list[ast.Module] = field(default_factory=list)
+    _nested: int = 0
 
     def read(self, path: Path) -> None:
         if path in self._seen:
             return
-        if len(self._seen) == _MOST_FILES:
-            self.obstacle = self.obstacle or f"{path.name}, after {_MOST_FILES} other files"
+        if len(self._seen) == _MOST_FILES or self._nested == _MOST_NESTED:
+            self.obstacle = self.obstacle or f"{path.name}, after {len(self._seen)} other files"
             return
         self._seen.add(path)
         try:
@@ -143,7 +146,9 @@ class _Scan:
         except (OSError, SyntaxError, ValueError):
             return  # the worker raises it, where the user sees it
         self._trees.append(tree)
+        self._nested += 1
         self._run(tree.body, path, set(_HARMLESS_BUILTINS))
+        self._nested -= 1
 
     def imports_later(self, root: str) -> bool:
         nodes = (node for tree in self._trees for node in ast.walk(tree))

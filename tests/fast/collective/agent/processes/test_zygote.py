@@ -307,6 +307,8 @@ def test_packages_on_the_path_are_not_read(tmp_path: Path) -> None:
     many = {f"m{number}": "" for number in range(600)}
     found = scan(tmp_path, "".join(f"import {name}\n" for name in [*many, "torch"]), **many)
     assert (found.obstacle, found.missed) == ("m499.py, after 500 other files", ("torch",))
+    chain = {f"m{number}": f"import m{number + 1}" for number in range(600)}
+    assert scan(tmp_path, "import m0\nimport torch", **chain).obstacle == "m99.py, after 100 other files"
 
 
 def test_imports_before_statements_are_found(tmp_path: Path) -> None:

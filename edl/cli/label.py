@@ -33,7 +33,7 @@ from edl.settings import Credentials
 _DESCRIPTION = """\
 Asks teachers for the soft labels of a whole data set and writes them to a folder. A student that reads them with
 SoftLabelCache(path=FOLDER), or with load_labels(FOLDER), needs no teachers. If the command is stopped or killed, run it
-again: it resumes where it was.
+again to resume.
 
 With --job NAME, the same command on several machines shares the run: each takes shards of rows, and you may kill or
 start any of them at any moment. They need only a common store (--store): any of them can be the master."""

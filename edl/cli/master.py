@@ -71,7 +71,7 @@ examples:
   edl master train --data 'parquet:/data/part-*.parquet' --epochs 3 --shuffle --seed 7
       three passes over a table, each with its shards in a new order
   edl master train --store consul://10.0.0.7:8500 --host :: --data range:1000000 --shard-size 64
-      for workers on other hosts; the same command on another host starts a second master, which takes over
+      for workers on other hosts; the same command on another host starts a standby master
   edl master stream --data follow:/var/log/events.jsonl --end-marker /var/log/events.end
       a growing file, until the second file exists
   edl master labels --retry-poisoned

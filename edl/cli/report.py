@@ -68,7 +68,7 @@ _FORMATS: Final = (".png", ".svg", ".pdf")
 _DESCRIPTION = """\
 Draws an elastic job from its ledger, during or after the run: a row of states for each node, what happened when, and
 the goodput (the share of wall-clock time spent on steps that were finished once and not lost). In the terminal, each
-column shows only what took most of its time; the file shows everything, and the steps over time."""
+column shows only what took most of its time; the --out file shows all, and the steps over time."""
 
 _EXAMPLES = """\
 examples:

@@ -68,7 +68,7 @@ examples:
   edl store --file /var/lib/edl/store.sqlite
       on port 29400 of all addresses; clients: EDL_DISCOVERY=edl://HOST:29400, or --store edl://HOST:29400
   edl store --file store.sqlite --tls-ca ca.pem --tls-cert cert.pem --tls-key key.pem
-      only for processes with that CA's certificate (set EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY there)"""
+      only with a certificate from that CA (set EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY there)"""
 
 _MOST_NBYTES: Final = 256 << 20
 """Maximum total size of all values, in a file on disk. An agent's store is in memory and allows less."""
@@ -169,7 +169,7 @@ def _alone(path: Path) -> Iterator[None]:
 _DASHBOARD = """\
 Serves a page with everything that a store knows: jobs with their members, goodput and throughput over time, teachers
 and their students, how many of them are wanted and why, the shards of masters, and what happened, with its cause.
-It is read-only: one store read a second for any number of browsers, none if no page is open."""
+It is read-only. While a page is open, it reads the store once a second for all browsers."""
 
 _DASHBOARD_EXAMPLES = """\
 examples:
@@ -256,8 +256,8 @@ def _add_allowed_hosts(parser: CommandParser) -> None:
 
 _PROXY = """\
 Acts like a vLLM server that returns prompt log-probabilities, backed by all live teachers of one or more services:
-language models from `edl serve --hf` and `edl register vllm://`. To give a trainer with a single teacher URL (TRL,
-Axolotl, ms-swift, ...) teachers that come, go and die, change that URL. It generates no text."""
+language models from `edl serve --hf` and `edl register vllm://`. Point a trainer's single teacher URL (TRL,
+Axolotl, ms-swift, ...) at it to use teachers that come, go and die. It generates no text."""
 
 _PROXY_EXAMPLES = """\
 examples:
@@ -299,7 +299,7 @@ def proxy(argv: Sequence[str]) -> int:
     add("--drain", type=duration(), default=30.0, metavar="TIME", help="time to finish after SIGTERM (default: 30s)")
     add("--model-version", "--version", metavar="V", default="", help="use only teachers of this model version")
     add("--tokenizer", metavar="PATH", default="", help="the student's; teachers with a different one are refused")
-    most = "maximum tokens in flight, in total and per request; the excess queues (default: 256 MiB of labels)"
+    most = "maximum tokens in flight, in total and per request; further ones wait (default: 256 MiB of labels)"
     add("--max-tokens", type=int, metavar="N", help=most)
     _add_allowed_hosts(parser)
     note = ". Credentials for teachers: environment (EDL_TLS_CA, EDL_TOKEN_FILE, ...)"

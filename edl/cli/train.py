@@ -17,7 +17,7 @@ from edl.command_line import CommandParser, at_least, split_names
 from edl.errors import SettingsError
 
 _DESCRIPTION = """\
-Trains the network that model() in MODEL.py returns on the rows of a Parquet file. It is elastic, uses soft labels if
+Trains the network from model() in MODEL.py on the rows of a Parquet file. It is elastic, uses soft labels if
 you name teachers, and evaluates after each epoch. The trained model is written to --output."""
 
 _EXAMPLES = """\

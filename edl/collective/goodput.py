@@ -78,7 +78,7 @@ _NAMES: Final = tuple(category.name.lower() for category in TimeCategory)
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time with a counter for every category, which lasts as long as their sum.
+    """A stretch of time with a counter for every category; its length is their sum.
 
     So nothing can be counted twice or left out. Spans follow one another without gaps.
     """

@@ -39,8 +39,8 @@ def world_of(group: Group) -> int:
         )
     if workers > 1:
         raise SettingsError(
-            f"one of {workers} workers, but there is no process group: call init_process_group() before data is read, "
-            "a step made, or a state restored or saved"
+            f"{workers} workers, but no process group: call init_process_group() before reading data, "
+            "making a step, or restoring or saving a state"
         )
     return 1
 

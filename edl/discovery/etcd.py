@@ -403,7 +403,7 @@ def _was_not_sent(exc: grpc.RpcError) -> bool:
 
 
 def _end(prefix: bytes) -> bytes:
-    """Return the first key behind all that start with `prefix`, which is UTF-8 and not empty: 0xff is not in it."""
+    """Return the first key after all those with this prefix, which is non-empty UTF-8, so it contains no 0xff."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 

@@ -203,7 +203,7 @@ def plan_links(
         ready: The teachers that take work.
         students: All entries below `keys.students`.
         stored: All entries below `keys.links`.
-        remembered: The last planned links, for students without any in the store: they talk to all, or had left.
+        remembered: The last planned links of students with none in the store, which talk to all or had left.
     """
     limits: dict[str, int] = {}
     present: dict[str, bytes] = {}

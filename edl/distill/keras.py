@@ -133,7 +133,7 @@ class DistillationLoss(keras.losses.Loss):  # type: ignore[misc]
     def __init__(self, temperature: float = 4.0, alpha: float = 0.9, name: str = "distillation_loss", **arguments: Any):
         super().__init__(name=name, **arguments)
         if not temperature > 0 or not 0 <= alpha <= 1:
-            raise SettingsError(f"temperature={temperature}, alpha={alpha}: must be above 0, and from 0 to 1")
+            raise SettingsError(f"temperature={temperature} must be above 0, alpha={alpha} from 0 to 1")
         self.temperature = temperature
         self.alpha = alpha
 

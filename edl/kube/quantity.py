@@ -28,7 +28,7 @@ def parse_quantity(text: str | int | float) -> Decimal:
     written = str(text).strip() if not isinstance(text, bool) else ""
     match = _PATTERN.fullmatch(written) if len(written) <= _MOST_CHARS else None
     if match is None:
-        raise ValueError(f"{text!r} is not a quantity, such as 500m, 2 or 1.5Gi")
+        raise ValueError(f"{text!r} is not a quantity like 500m, 2 or 1.5Gi")
     number, suffix, exponent = match.groups()
     if suffix:
         return Decimal(number) * _FACTORS[suffix]

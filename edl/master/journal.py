@@ -368,7 +368,7 @@ class _Head:
         try:
             message = json.loads(value)
             if message["format"] != _FORMAT:
-                raise ProtocolError(f"journal {name}: of format {message['format']}; this version reads {_FORMAT}")
+                raise ProtocolError(f"journal {name} has format {message['format']}; this version reads {_FORMAT}")
             snapshot = message["snapshot"]
             return cls(
                 int(message["term"]),

@@ -69,7 +69,7 @@ def body_parts(header: bytes, tensors: Sequence[Buffer]) -> list[Buffer]:
     """Return the parts of a body, without copying the tensors.
 
     A body is two numbers of 4 bytes (bytes of the header, number of tensors), 8 bytes for the size of each tensor, the
-    header, and the tensors; zeros before each tensor make its place a multiple of 64.
+    header, and the tensors, each aligned to 64 bytes by zeros before it.
     """
     views = [memoryview(tensor) for tensor in tensors]
     views = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]

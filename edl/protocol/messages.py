@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 
 def load_messages(name: str) -> dict[str, Any]:
-    """Build the message classes, and the values of enums outside of messages, of `NAME.binpb` in this package."""
+    """Build the message classes and top-level enum values defined in this package's `NAME.binpb`."""
     files = descriptor_pb2.FileDescriptorSet.FromString(
         resources.files(__package__).joinpath(f"{name}.binpb").read_bytes()
     )

@@ -466,7 +466,7 @@ def _why_unverified(what: str, exc: ssl.SSLCertVerificationError, ca: str | None
 
 
 class PeerTLS:
-    """Mutual TLS between equals: both sides show a certificate of the same CA. Files are read for every connection.
+    """Mutual TLS between peers: both present a certificate from the same CA. Files are read for every connection.
 
     Raises:
         SettingsError: A setting is missing, or a file cannot be used.

@@ -383,7 +383,7 @@ def _until(deadline: float) -> float:
 
 @contextlib.asynccontextmanager
 async def _turn(semaphore: asyncio.Semaphore, deadline: float, words: str) -> AsyncIterator[None]:
-    """Hold a semaphore; refuse with `words` if it is not free before the deadline."""
+    """Hold a semaphore; refuse the request, with `words`, if not free in time."""
     try:
         await asyncio.wait_for(semaphore.acquire(), _until(deadline))
     except asyncio.TimeoutError:

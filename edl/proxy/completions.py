@@ -97,7 +97,7 @@ def _refuse_generation(fields: Mapping[str, Any]) -> None:
         raise RequestRefusal(
             400,
             f"max_tokens={_shown(tokens)}: this proxy scores prompts and generates nothing: ask with max_tokens 1 and "
-            "prompt_logprobs, and generate with the student or a vLLM of its own",
+            "prompt_logprobs, and generate with the student or a separate vLLM",
         )
     if fields.get("stream"):
         raise RequestRefusal(400, "stream: nothing is generated, so there is nothing to stream")

@@ -311,7 +311,7 @@ class _ServerChannel:
         try:
             most = self._handler.model.max_message_bytes
             if nbytes > most:
-                raise invalid_argument(f"a request of {nbytes:,} bytes, at most {most:,} (edl serve --max-message)")
+                raise invalid_argument(f"a request of {nbytes:,} bytes: over {most:,} (edl serve --max-message)")
             self._client.hold_bytes(nbytes)
         except RequestError as exc:
             self._refuse(exc, number, nbytes)

@@ -68,8 +68,8 @@ examples:
   edl register 127.0.0.1:8001 --service bert --advertise 10.0.0.9:8001     probe one address, advertise another
   edl register triton.example:8001 --service bert --model bert_fp16 --tls-ca ca.pem --token-file token
   edl register unix:/run/triton.sock --service bert                        students on this machine only
-  edl register vllm://127.0.0.1:8000 --service qwen --model-version r1     a language model, with other options:
-  edl register vllm:// --help            (row t of its labels predicts token t + 1)
+  edl register vllm://127.0.0.1:8000 --service qwen --model-version r1     a language model: row t predicts token t + 1
+  edl register vllm:// --help            with other options
 
 exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 
@@ -94,7 +94,7 @@ _GROUPS = (
                 "priority",
                 _priority,
                 "LEVEL",
-                "students' priority against the server's own clients: lowest, default, or a level from 1 up"
+                "students' priority among the server's clients: lowest, default, or a level from 1 up"
                 " (default: lowest if it has levels)",
             ),
         ),

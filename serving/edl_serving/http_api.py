@@ -140,7 +140,7 @@ class HttpApi:
         if not 0 <= head <= length:
             raise invalid_argument(f"{_HEADER_LENGTH} is {head:,}, and Content-Length {length:,}")
         if length > self._max_bytes:
-            raise invalid_argument(f"{length:,} bytes: at most {self._max_bytes:,} (edl serve --max-message)")
+            raise invalid_argument(f"{length:,} bytes is over {self._max_bytes:,} (edl serve --max-message)")
         try:
             body = environ["wsgi.input"].read(length)
         except OSError as exc:  # the client disconnected, or is silent
@@ -239,7 +239,7 @@ def _array_of(item: Mapping[str, Any]) -> np.ndarray[Any, Any]:
 
 
 def _has_booleans(data: Any) -> bool:
-    """Whether there are booleans among numbers, of which numpy makes 0 and 1."""
+    """Whether numbers include booleans, which numpy turns into 0 and 1."""
     return any(map(_has_booleans, data)) if isinstance(data, list) else isinstance(data, bool)
 
 

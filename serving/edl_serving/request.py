@@ -89,7 +89,7 @@ class RequestDecoder:
         try:
             if len(header) > _MAX_HEADER:
                 raise invalid_argument(
-                    f"{len(header):,} bytes of names, shapes, parameters and typed contents, at most {_MAX_HEADER:,}: "
+                    f"{len(header):,} bytes of names, shapes, parameters and typed contents, over {_MAX_HEADER:,}: "
                     "tensors belong in raw_input_contents"
                 )
             plan = plan_request(codec.REQUEST.parse(header), self._model, self._max_rows)

@@ -494,8 +494,8 @@ class LogFollower:
 # --- The command ---
 
 _DESCRIPTION = """\
-Shows the logs of a job's or pool's members, each prefixed by its member's name. With -f it continues until the job
-has ended, including in replacement pods."""
+Shows the logs of a job's or pool's members, each prefixed by its member's name. With -f it follows them until the job
+has ended, and replacement pods too."""
 
 _EXAMPLES = """\
 examples:

@@ -79,7 +79,7 @@ class ReplicaRange:
         most = int(found[2]) if found[2] is not None else least
         if least < lowest or most < max(least, 1):
             raise SettingsError(
-                f"{option} {spelled!r}: the minimum must be at least {lowest}, the maximum at least 1 and not below it"
+                f"{option} {spelled!r}: the minimum must be at least {lowest}, the maximum at least 1 and the minimum"
             )
         return cls(least, most)
 

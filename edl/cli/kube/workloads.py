@@ -196,7 +196,7 @@ def jobs(argv: Sequence[str]) -> int:
 # --- edl scale, suspend, resume ---
 
 _SCALE = """\
-Sets how many workers a job or teachers a pool has: writes `scaling: external` and `replicas: N` to its spec, so EDL
+Sets the size of a job (workers) or pool (teachers): writes `scaling: external` and `replicas: N` to its spec, so EDL
 no longer decides the number. `auto` gives the decision back to EDL. `kubectl scale` changes only `replicas`, which
 has no effect unless scaling is already external."""
 

@@ -48,7 +48,7 @@ class JobRun:
         self._known = ""
 
     def __call__(self) -> str:
-        """Return the name, which the first agent that asks creates."""
+        """Return the name, created by the first agent to ask."""
         name = self._known or run_name(new_run_id())  # known, but lost by the store: it is restored
         found = create_once(self._store, self._key, name.encode())
         if re.fullmatch(rb"[0-9a-f]{16}", found) is None:

@@ -32,7 +32,7 @@ from edl.errors import SettingsError
 
 
 class CheckpointHooks:
-    """States that other callbacks, the module and the data module add to checkpoints: a field of the `State`."""
+    """A `State` field with what other callbacks, the module and the data module add to checkpoints."""
 
     def __init__(self, trainer: Any, version: str) -> None:
         self._trainer = trainer

@@ -17,7 +17,7 @@ square root rule, and a warm-up whose number of epochs grows in proportion to th
 The rules leave the optimizer's state alone: its moments describe gradients, whose mean does not depend on the batch.
 
 Schedules here count samples, which mean the same for every batch. When the batch changes, a schedule that counts steps
-reaches different rates at the same data, and wrong ones if boundaries computed for the new batch are compared with a
+reaches its rates at other points in the data, and wrong ones if boundaries for the new batch are compared with a
 restored count of old steps.
 """
 
@@ -224,7 +224,7 @@ class SampleSchedule:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise SettingsError(
                 "ReduceLROnPlateau counts evaluations, not steps, so it needs no SampleSchedule: have an Evaluator "
-                "call its step(metric), Evaluator(..., on_result=plateau.step), and pass both to the State"
+                "call its step(metric) with on_result=plateau.step, and pass both to the State"
             )
         self.scheduler = scheduler
         self.samples_per_step = samples_per_step

@@ -261,7 +261,7 @@ class ElasticTrainer:
                 sample but must have a batch. With a sampler, leave it out.
             weights: Weight of each row of the batch in the mean loss, such as its number of tokens without padding; one
                 finite, non-negative number per row, shape (rows of the batch,). Pass them on every rank or on none. The
-                ranks add them up by a small exchange. None weights all rows equally. With weights, the loss that you
+                ranks add them up in a small exchange. None: all rows weigh the same. With weights, the loss that you
                 pass to `backward` must be the weighted mean over the micro-batch.
 
         Yields:

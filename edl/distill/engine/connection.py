@@ -357,7 +357,7 @@ class ConnectionPool:
 
         The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining or
         left to other students, or while the registry does not answer. In a rolling update a teacher drains before it is
-        replaced, so students wait. It is also empty once a teacher has been used, so suitable ones exist.
+        replaced, so students wait. It is also empty once any teacher has proved suitable by being used.
         """
         connections = list(self.connections.values())
         if self.compatibility.spec is not None or not self._is_whole or not connections:

@@ -376,7 +376,7 @@ def _loaded(data: IndexedData, parts: Iterable[Array]) -> Iterator[Batch]:
             loaded += 1
             yield batch
         if loaded < taken:
-            raise SourceError(f"the data set yields {loaded} batches for {taken} parts: a StopIteration?")
+            raise SourceError(f"{loaded} batches for {taken} parts: did the data raise StopIteration?")
     except EDLError:
         raise
     except Exception as exc:

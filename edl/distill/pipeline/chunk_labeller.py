@@ -426,8 +426,8 @@ class ChunkLabeller:
             return None
         if spec.sequences and chunk.lengths is None:
             raise SourceError(
-                f"rows of the teachers' model {spec.name!r} belong to sequences, but labels of single rows, which "
-                "depend on the rows before them, are not cached: set the source with set_sequence_generator or "
+                f"rows of the teachers' model {spec.name!r} belong to sequences, but single rows' labels, which "
+                "depend on earlier rows, cannot be cached: set the source with set_sequence_generator or "
                 "set_sequence_list_generator, or pass tokens= to distill; or use no cache"
             )
         engine.compatibility.check_cacheable(chunk.fields)
@@ -552,7 +552,7 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
             )
     if name and (name not in chunk.fields or chunk.fields[name].flat[0] != 0):
         raise SourceError(
-            f"rows of the teachers' model {spec.name!r} belong to sequences, which requests must hold whole: set the "
+            f"rows of the teachers' model {spec.name!r} belong to sequences, which must not be split: set the "
             "source with set_sequence_generator or set_sequence_list_generator, or pass tokens= to distill"
         )
     return chunk.fields

@@ -103,7 +103,7 @@ class Checksum:
 
 
 def _memory(array: Array) -> Array:
-    """Return the array's bytes, without repeats; a view if they are contiguous in memory, in any order of axes."""
+    """Return the array's bytes, broadcast ones once; a view if contiguous in memory in any order of axes."""
     array = np.asarray(array)  # a matrix would stay two-dimensional, and a masked array would keep its mask
     if not array.flags.c_contiguous:
         array = array[tuple([slice(1) if stride == 0 else slice(None) for stride in array.strides])]

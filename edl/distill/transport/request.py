@@ -67,9 +67,9 @@ def _as_wanted(array: Array, wanted: TensorMetadata, model: str) -> Array:
 
 
 def _to_bfloat16(array: Array) -> Array:
-    """Return numbers [rows, ...] as bfloat16 of dtype `BFLOAT16`; too large ones become infinite.
+    """Return numbers [rows, ...] as bfloat16 of dtype `BFLOAT16`; overflows become infinite.
 
-    Values are rounded from float32 to the nearest, ties to even, like torch.
+    float32 values are rounded to nearest, ties to even, as in torch.
     """
     single = np.ascontiguousarray(array, "<f4").reshape(array.shape)
     bits = single.view("<u4")

@@ -272,7 +272,7 @@ class Conversation:
     def rest(self, timeout_s: float) -> bool:
         """Request no shard until `take` is called; return whether this reader has none because the master had none.
 
-        So two readers that ask the master who else has shards do not see each other's, and both leave. Waits up to
+        This lets two readers leave: when they ask who else has shards, neither sees the other's. Waits up to
         `timeout_s` for a reply in flight.
         """
         self._paused = True

@@ -204,7 +204,7 @@ class MasterWait:
     def answered(self) -> None:
         """Note that the master answers."""
         if self.away_since is not None:
-            logger.info("the master of job %r answers, after %.1f s", self._job, self.away_s)
+            logger.info("the master of job %r answered after %.1f s", self._job, self.away_s)
             self.away_since = self._last = None
         self._backoff.reset()
 
@@ -249,8 +249,8 @@ class MasterClient(Resource):
         if is_forked_from_grpc():  # before a Store is opened: SQLite hangs if a thread of the parent was inside it
             raise SettingsError(
                 "this process was forked from one that uses gRPC (a MasterClient, a DistillReader), which does not "
-                "survive a fork: start it without fork, a DataLoader's workers with "
-                'DataLoader(..., multiprocessing_context="forkserver"), or with "spawn"'
+                "survive a fork: start it without fork; for a DataLoader, pass "
+                'multiprocessing_context="forkserver" or "spawn"'
             )
         if not is_above_zero(timeout_s):
             raise SettingsError(f"timeout_s={timeout_s!r}: must be a number above 0")

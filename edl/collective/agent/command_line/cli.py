@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def kept_log_folder() -> Iterator[str]:
-    """Make a folder for the workers' files that stays, unless it remains empty."""
+    """Make a folder for the workers' files; it is kept unless it stays empty."""
     folder = tempfile.mkdtemp(prefix="edl-output-")
     try:
         yield folder
@@ -260,7 +260,7 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
         if not name or "/" in name or name in (".", "..") or not name.isprintable():
             raise SettingsError(f"--rdzv-id {name!r}: expected a printable name without slashes")
         if _OWN_NAME.fullmatch(name):
-            raise SettingsError(f"--rdzv-id {name}: this name belongs to a job of one node, which no other can join")
+            raise SettingsError(f"--rdzv-id {name}: this name belongs to a single-node job; no other node can join")
         return name
     if served:
         return name

@@ -16,7 +16,7 @@ from edl.settings import read
 
 _DESCRIPTION = """\
 Starts or joins a training job: an elastic `torchrun`. Scripts that run under torchrun run here unchanged. Nodes may
-come and go within --nnodes MIN:MAX; with `edl.collective.State` and `Checkpointer` a script resumes where it was.
+come and go within --nnodes MIN:MAX; with `edl.collective.State` and `Checkpointer` a script resumes its work.
 
 In a Slurm `srun` task, --nnodes, --nproc-per-node, --rdzv-id and --rdzv-endpoint come from the step (docs/slurm.md)."""
 

@@ -71,7 +71,7 @@ class ReplicaFolder:
         return [slot for prefix in self.slot_prefixes() for slot in find_slots(prefix)]
 
     def request_newer_than(self, newer_than: StateVersion | None) -> None:
-        """Ask the workers to keep a state that is newer than this version, or none if None."""
+        """Ask the workers to keep a state newer than this version; None withdraws this."""
         if newer_than is None:
             self._word.unlink(missing_ok=True)
             return

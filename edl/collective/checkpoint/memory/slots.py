@@ -491,7 +491,7 @@ class SlotPair:
             if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise SettingsError(
-                f"no room for {nbytes:,} bytes of state in {path.parent}, and twice that is needed: enlarge it (for a "
+                f"no room for {nbytes:,} bytes of state in {path.parent}; it must hold twice that: enlarge it (for a "
                 "container --shm-size, in Kubernetes an emptyDir with medium Memory)"
             ) from exc
         finally:

@@ -123,7 +123,7 @@ def _size_workers(draft: JobDraft) -> None:
 
 
 def _rank(pod: MemberPod, gang: bool) -> tuple[float, ...]:
-    """Return a sort key: the last worker is removed first. A gang's minimum are its first indices."""
+    """Return a sort key: the last worker is removed first. A gang's first indices are its minimum."""
     if gang:
         return (pod.index,)
     return (not pod.scheduled, not pod.ready, pod.created_s, pod.index)

@@ -1,4 +1,4 @@
-"""Stores' information about jobs and pools: how many members are wanted, and the progress of the work.
+"""What stores say about jobs and pools: how many members are wanted, and the work's progress.
 
 A store is opened and watched once, however many resources name it, and closed when none does.
 """

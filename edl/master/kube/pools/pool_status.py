@@ -144,7 +144,7 @@ class PoolDraft:
 
     @property
     def outdated(self) -> int:
-        """How many teachers have a former spec."""
+        """How many teachers have an old spec."""
         return 0 if self.update is None else len(self.update.list_outdated(self.live))
 
     @property

@@ -125,7 +125,7 @@ class TeacherUpdate:
         return next((pod for pod in self.list_updated(live) if is_failing(pod, now_s)), None)
 
     def find_starting(self, live: Sequence[MemberPod], now_s: float) -> tuple[MemberPod | None, float | None]:
-        """Return a teacher with the present spec that is not steady yet, and seconds until the next check."""
+        """Return a not yet steady teacher with the current spec, and the seconds until the next check."""
         waits = [(_find_unsteady_s(pod, now_s), pod) for pod in self.list_updated(live)]
         unready = next((pod for _, pod in waits if not pod.ready), None)
         if unready is not None:

@@ -1,6 +1,7 @@
 """Background threads: a loop that can be woken and closed, and a call whose result is a future.
 
-EDL's Python code starts threads in only these two ways. Both are daemon threads, which never keep a process alive.
+Except for the reader's own threads (`edl.distill`), EDL starts threads only in these ways. Both are daemon threads,
+which never keep a process alive.
 What does not belong here: event loops (`asyncio`), thread pools, and the work of a thread.
 """
 

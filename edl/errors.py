@@ -11,7 +11,7 @@
     │   ├── QuotaExceededError     a quota of the namespace leaves no room for the object
     │   ├── JournalError           a file that must survive the process cannot be written or read
     │   ├── NoMasterError          no master of a job within `timeout_s` (also a TimeoutError)
-    │   ├── NoTeacherError         no live teacher within `teacher_timeout` (also a TimeoutError)
+    │   ├── NoTeacherError         no live teacher within `teacher_timeout_s` (also a TimeoutError)
     │   └── OverloadedError        a teacher's queue is full
     └── PermanentError             the same call will fail again
         ├── AccessDeniedError      Kubernetes refuses the credentials, or the request for lack of rights
@@ -94,7 +94,7 @@ class QuotaExceededError(TemporaryError):
 
 
 class JournalError(TemporaryError):
-    """A journal cannot be written or read: the disk is full, or its file or store is gone. The message says which.
+    """A journal cannot be written or read: the disk is full, or the file or store unreachable. The message says which.
 
     The last write may or may not have succeeded: the writer stops, and the next process reads what was written.
 
@@ -144,7 +144,7 @@ class ConflictError(PermanentError):
 
 
 class LeaseLostError(PermanentError):
-    """The lease expired: its keys are gone, and may belong to another process by now."""
+    """The lease expired: its keys or shards are gone, and may belong to another process by now."""
 
 
 class PoisonedShardsError(PermanentError):

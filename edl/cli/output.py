@@ -51,7 +51,7 @@ def show_looks(
 ) -> None:
     """Show each look: in place on a terminal, otherwise one below the other, or with `to_json` as lines of JSON.
 
-    With `facts`, a look is skipped if its facts equal the last one's.
+    With `facts`, a look that is not shown in place is skipped if its facts equal the last one's.
     """
     screen = console(width)
     with contextlib.ExitStack() as stack:

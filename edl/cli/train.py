@@ -73,8 +73,8 @@ def main(argv: Sequence[str]) -> int:
         return submit([*command, *name, *store, *stored, *extra, options.model, plan])
     from edl.collective.agent.command_line.cli import main as run
 
-    if workers.most == workers.least and not options.job:
-        shape = ["--nproc-per-node", str(workers.most)]
+    if workers.most == workers.least:
+        shape = ["--nproc-per-node", str(workers.most), *(["--rdzv-id", options.job] if options.job else [])]
     else:
         source = Path(options.model).read_bytes()
         digest = hashlib.sha256(source + plan.encode()).hexdigest()[:8]

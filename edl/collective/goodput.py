@@ -349,18 +349,18 @@ class JobSummary:
     spans: tuple[Span, ...] = field(metadata={"json": False})
 
 
-def read_job(store: Store, job: str, now_s: float | None = None) -> JobSummary:
+def read_job(store: Store, job: str, now_s: float | None = None, others: Iterable[str] = ()) -> JobSummary:
     """Read a job's records from the Store, and return its summary at the wall clock `now_s`, by default now.
 
     Raises:
-        SettingsError: The Store has no such job; the message lists the jobs that it has.
+        SettingsError: The Store has no such job; the message lists the jobs that it has, and `others`.
         ProtocolError: This version cannot read the Store's records.
     """
     if not job or "/" in job or not job.isprintable() or job in (".", ".."):
         raise SettingsError(f"job {job!r:.80}: a name has at least one printable character, and no '/'")
     found = store.list(prefix(job))
     if not found:
-        known = sorted({entry.key.split("/")[1] for entry in store.list("jobs/")})
+        known = sorted({*others, *(entry.key.split("/")[1] for entry in store.list("jobs/"))})
         near = did_you_mean(job, known) or f"; there is {listed(known) or 'none at all'}"
         raise SettingsError(f"there is no job {job!r} in this store{near}")
     now_us = round((time.time() if now_s is None else now_s) * 1e6)

@@ -1,6 +1,6 @@
 """Serves a process's health and metrics from a thread, using only the standard library and prometheus_client.
 
-Beside `/metrics`, `/livez` and `/readyz` run named checks, as Kubernetes' own servers do:
+`/livez` and `/readyz` run named checks, as Kubernetes' own servers do:
 https://kubernetes.io/docs/reference/using-api/health-checks/.
 """
 

@@ -52,7 +52,7 @@ class _RequestRecord:
         self._protocols: set[asyncio.BaseProtocol] = set()
 
     async def add(self, request: web.BaseRequest, _: web.StreamResponse | None = None) -> None:
-        """Add a request's connection; called no later than before its response is sent."""
+        """Add a request's connection, at the latest before its response is sent."""
         self._protocols.add(request.protocol)
 
     def keep(self, present: Iterable[asyncio.BaseProtocol]) -> None:

@@ -38,7 +38,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _IDLE_SHARE = 0.01
 """A student that requests nothing, and waits for less than this share of its time, is idle by choice."""
 _LEAST_BUSY_SHARE = 0.001
-"""The smallest busy share from which a student's demand is computed: below it, clock resolution would dominate."""
+"""A student's demand is computed with at least this busy share: with less, clock resolution would dominate."""
 _SHORTEST_S = 0.001
 """Shortest record, in seconds, that has rates: publishers use far longer ones, and a quotient might be infinite."""
 _LEAST_COMPUTE_S = 1e-6

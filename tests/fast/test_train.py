@@ -107,6 +107,22 @@ def test_wrong_options(options: list[str], message: str, table: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        (["--workers", "4", "--job", "mine"], ["--nproc-per-node", "4", "--rdzv-id", "mine"]),
+        (["--workers", "1:4", "--job", "mine"], ["--nnodes", "1:4", "--rdzv-id", "mine"]),
+    ],
+)
+def test_named_job_starts_its_workers(
+    options: list[str], shape: list[str], table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr("edl.collective.agent.command_line.cli.main", lambda argv: given.extend(argv) or 0)
+    assert edl_main(["train", __file__, "--data", table, *options]) == 0
+    assert given[:4] == shape
+
+
 def test_image_submits_a_job(table: str, capsys: pytest.CaptureFixture) -> None:
     """The file is sent along, and is the argument of the module that `edl run` starts in each pod."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")

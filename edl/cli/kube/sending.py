@@ -59,7 +59,11 @@ def create_all(
     except EDLError:
         for item in reversed(made):  # a job needs its script and pools until it is deleted
             metadata = item["metadata"]
-            client.delete(manifest_type(item), metadata["name"], metadata["namespace"], uid=metadata["uid"])
+            try:
+                client.delete(manifest_type(item), metadata["name"], metadata["namespace"], uid=metadata["uid"])
+            except EDLError as exc:  # the refusal is the error to raise
+                tell(f"{_words(item)} could not be deleted again, nor anything created before it: {exc}")
+                break
             tell(f"{_words(item)} deleted again")
         raise
     return made

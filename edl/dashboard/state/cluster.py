@@ -27,7 +27,14 @@ from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
-from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, OWNER_UID_LABEL, POOL_LABEL, TRY_LABEL
+from edl.master.kube.members.naming import (
+    JOB_LABEL,
+    MANAGED_BY,
+    OWNER_UID_LABEL,
+    POOL_LABEL,
+    PREVIOUS_SPEC_APPLIES,
+    TRY_LABEL,
+)
 from edl.quoting import shown
 
 _MAX_MESSAGE: Final = 4096
@@ -104,8 +111,9 @@ def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondit
     phase = text(status.get("phase"))
     # Members of a running job keep running, whatever its spec becomes, and if one of them is refused.
     works = phase == "Running" or phase in _ENDED or bool(whole(status.get("readyReplicas")))
-    refused = [item.reason for item in conditions if item.type == "Accepted" and item.status == "False"]
-    if refused and not works and refused[0] not in _TRIED_AGAIN:
+    refused = next((item for item in conditions if item.type == "Accepted" and item.status == "False"), None)
+    goes_on = refused is None or refused.reason in _TRIED_AGAIN or refused.message.endswith(PREVIOUS_SPEC_APPLIES)
+    if not works and not goes_on:
         return "Rejected"
     if phase or not conditions:
         return phase

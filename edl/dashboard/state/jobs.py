@@ -16,7 +16,6 @@ from edl.dashboard.state.schema import JobStatus, MasterStatus, UnreadableRecord
 from edl.discovery.store import Entry, Store
 from edl.errors import ProtocolError, SettingsError
 from edl.load_reporting import read_wanted
-from edl.quoting import did_you_mean
 
 MASTERS: Final = "master_reports/"
 """Key prefix of masters' reports."""
@@ -111,11 +110,11 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
     summary = None
     try:
         summary = read_job(store, job, now_s)
-    except SettingsError as exc:
+    except SettingsError:
         report = store.get(f"{MASTERS}{job}") if "/" not in job and job else None
         if report is None:
-            near = did_you_mean(job, [entry.key.removeprefix(MASTERS) for entry in store.list(MASTERS)])
-            raise SettingsError(f"{exc}{near}") from exc
+            masters = [entry.key.removeprefix(MASTERS) for entry in store.list(MASTERS)]
+            summary = read_job(store, job, now_s, masters)  # raises, and names these jobs too
     else:
         report = store.get(f"{MASTERS}{job}")
     master = decode_master(report.value, job, now_s) if report is not None else None

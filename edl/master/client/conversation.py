@@ -272,8 +272,8 @@ class Conversation:
     def rest(self, timeout_s: float) -> bool:
         """Request no shard until `take` is called; return whether this reader has none because the master had none.
 
-        This lets two readers leave: when they ask who else has shards, neither sees the other's. Waits up to
-        `timeout_s` for a reply in flight.
+        Otherwise two readers that ask the master who else has shards could see each other's, and both leave. Waits up
+        to `timeout_s` for a reply in flight.
         """
         self._paused = True
         self._changed.wait_for(lambda: not self._asking or self._failure is not None or self._ending, timeout_s)

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _ELECTION = "advisor"
 _MOST_DECISIONS = 20  # kept in a record, for people: a few kilobytes
 _LAST_RETRY_S = 10.0
-"""Time between attempts while the Store is unreachable."""
+"""Longest wait between attempts while the Store is unreachable."""
 _COMPARE_S = 10.0
 """How often a standby advisor checks the leader's bounds."""
 

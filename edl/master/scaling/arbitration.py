@@ -84,7 +84,7 @@ def arbitrate(
     ]
     settled = False  # every pass but two places a worker, and there are at most as many as GPUs
     while not settled:
-        # Only a pass that every job enters unmoved, as in another decision, shows that that would change nothing.
+        # Only a pass that every job enters unmoved shows that another decision would change nothing.
         fresh = not any(plan.has_moved(job) for job in range(len(requests)))
         served = _admit_pending_jobs(plan, former, impatient)
         grown = _grow_jobs(plan)

@@ -7,8 +7,8 @@ and only then exit codes and signals.
 
 `decide_relaunch` looks up the cause, and how many times in a row it happened, in one table. It handles pods that have
 ended; before that, `edl run` has restarted its workers in the pod. In each table row, the cheapest action comes first,
-but a known remedy comes at once (more memory, another node). After the last action the job stops, unless the cluster
-took the place: that is not the job's fault and may go on for days.
+but a known remedy comes at once (more memory, another node). After the last action the job stops. Causes in the cluster
+(preemption, a lost node, missing nodes) have no last action: they are not the job's fault, and may go on for days.
 
 The agent's exit codes and messages are in `edl.collective.agent.ending`, not imported here; a test compares the two.
 """

@@ -148,7 +148,7 @@ class WorkLeft:
     def look(self, datasets: Sequence[Mapping[str, Any]], now_s: float) -> float | None:
         """Record the progress, and return the seconds until all data sets of a master's report are done.
 
-        None without data sets, or if one is still growing or has no rate yet.
+        None without data sets, or if one grows, is read without end or has no rate yet.
         """
         times = [self._look(dataset, now_s) for dataset in datasets]
         known = [time_s for time_s in times if time_s is not None]

@@ -85,7 +85,7 @@ def is_same_spec(first: master.DatasetSpec, second: master.DatasetSpec) -> bool:
 
 
 def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) -> str:
-    """Describe how two specifications differ, the present one's value first; of an index, only the fact."""
+    """Describe how two specifications differ, the present one's value first, without index values."""
     if present.kind != other.kind or present.location != other.location:
         places = [shown(f"{spec.kind}:{spec.location}", 200) for spec in (present, other)]
         return f"location is {places[0]} and not {places[1]}"
@@ -166,7 +166,7 @@ class ReturnedRanges:
         heapq.heappush(self._late if entry.late else self._early, key)
 
     def take(self, most: int, may_take: Callable[[ShardKey], bool], *, late: bool = False) -> list[UnitRange]:
-        """Remove and return ranges, of late shards or others, that `may_take` allows, or has refused too often."""
+        """Remove and return ranges that `may_take` allows, of late or other shards; late ones also if refused often."""
         heap = self._late if late else self._early
         taken: list[UnitRange] = []
         kept: set[ShardKey] = set()

@@ -21,7 +21,13 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.responses import NotServedError
 from edl.master.kube.jobs import plan_job
-from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
+from edl.master.kube.members.naming import (
+    INDEX_LABEL,
+    OWNER_UID_LABEL,
+    PREVIOUS_SPEC_APPLIES,
+    ROLE_LABEL,
+    TRY_LABEL,
+)
 from edl.master.kube.members.pod_policy import PodPolicy
 from edl.master.kube.members.pods import read_member_pods
 from edl.master.kube.observation import Condition, EventNote, OwnerObservation, Plan, ScaleTarget, write_conditions
@@ -276,9 +282,7 @@ class Reconciler:
 
     def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
         """Return the plan of an earlier spec with the problems of the present one."""
-        message = (
-            f"{'; '.join(problem.message for problem in problems)}; until you correct this, the previous spec applies"
-        )
+        message = f"{'; '.join(problem.message for problem in problems)}; {PREVIOUS_SPEC_APPLIES}"
         problem = SpecProblem(problems[0].reason, message)
         status, events = self._with_problem(plan.status, problem, owner, owner.status), plan.events
         if owner.status.get("observedGeneration") != owner.generation:

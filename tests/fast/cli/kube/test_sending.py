@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from edl.errors import ConflictError, InvalidObjectError, KubernetesError, Setti
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import ResourceType
+from edl.master.kube.members.naming import PREVIOUS_SPEC_APPLIES
 
 LOST = KubernetesError("no answer in 10 s: whether a change was made is not known")
 
@@ -64,6 +66,8 @@ class FakeApi:
         found = self.objects.get((kind.kind, name))
         if found is None or found["metadata"]["uid"] != uid:
             return False
+        if "delete" in self.before:
+            raise self.before["delete"]
         del self.objects[kind.kind, name]
         return True
 
@@ -73,8 +77,8 @@ def manifests(content: bytes = b"") -> list[dict[str, Any]]:
     return make_submission(SubmitOptions(name="a", script="t.py", image="i"), script)
 
 
-def submit(api: FakeApi) -> list[Object]:
-    return create_all(cast(KubeClient, api), manifests(), "n", lambda _: None)
+def submit(api: FakeApi, tell: Callable[[str], None] = lambda _: None) -> list[Object]:
+    return create_all(cast(KubeClient, api), manifests(), "n", tell)
 
 
 SCRIPT = manifests()[0]["metadata"]["name"]
@@ -103,6 +107,14 @@ def test_refused_job_leaves_nothing() -> None:
     with pytest.raises(InvalidObjectError):
         submit(api)
     assert api.names() == []
+
+
+def test_refusal_is_raised_though_deleting_fails() -> None:
+    api, notes = FakeApi(), list[str]()
+    api.before |= {"ElasticJob": InvalidObjectError("no"), "delete": LOST}
+    with pytest.raises(InvalidObjectError):
+        submit(api, notes.append)
+    assert "could not be deleted again" in notes[-1]
 
 
 def test_job_of_the_same_name_is_not_ours() -> None:
@@ -193,6 +205,15 @@ def test_job_that_runs_has_not_ended(reason: str) -> None:
     assert seen.check(job("Succeeded", 0, reason)) == "Succeeded"
     assert Watching().check(job("Pending", 0, "MinAboveMax")) in FINAL_PHASES
     assert Watching().check(job("", 0, "MinAboveMax")) == "Rejected"
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Suspended"])
+def test_wrong_edit_ends_nothing(phase: str) -> None:
+    found = job(phase, 0, "MinAboveMax")
+    found["status"]["conditions"][0]["message"] += f"; {PREVIOUS_SPEC_APPLIES}"
+    seen = Watching()
+    for now_s in (0.0, 130.0, 1e6):
+        assert seen.check(found, now_s) == phase
 
 
 def test_refused_pod_ends_after_a_while() -> None:

@@ -216,8 +216,9 @@ def compute_shares(
         for job in jobs
     }
     lent = _find_lent(capacity, pools, min(priorities.values(), default=0))
-    lent |= {pod.uid for pods in workers.values() for pod in pods}
-    nodes = capacity.list_devices(lambda pod: pod.uid in lent)
+    own = {pod.uid for pods in workers.values() for pod in pods}
+    lent |= own
+    nodes = capacity.list_devices(lambda pod: pod.uid in lent, lambda pod: pod.uid in own)
     emptied = capacity.without(lent) if any(job.waiting_since_s is not None for job in jobs) else capacity
     requests, placements = [], {}
     for job in jobs:

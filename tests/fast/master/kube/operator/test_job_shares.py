@@ -63,6 +63,30 @@ def test_jobs_share_what_is_idle() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        ({"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}, 4),
+        ({"spec": {"unschedulable": True}}, 4),
+        ({"status": {"allocatable": {"nvidia.com/gpu": "0"}}}, 4),
+        ({"status": {"allocatable": {}}}, 4),
+        ({"metadata": {"name": "another"}}, 8),
+        ({"spec": {"unschedulable": True}, "asked": "a-0"}, 3),
+    ],
+    ids=["no heartbeat", "cordoned", "kubelet restarts", "no device plugin", "another in its place", "one is evicted"],
+)
+def test_workers_keep_what_they_run_on(change: dict[str, Any], count: int) -> None:
+    """A node that stops answering for a moment takes no pods, but ends none: they run on, and so must the job."""
+    pods = [make_pod(f"a-{number}", "n", "a") for number in range(4)]
+    for pod in pods:
+        if pod["metadata"]["name"] == change.get("asked"):
+            pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    node = make_node(4)
+    for name in ("metadata", "spec", "status"):
+        node[name] |= change.get(name, {})
+    assert share([node], pods, share_job("a")) == {"a": count}
+
+
+@pytest.mark.parametrize(
     "job",
     [
         share_job("a", queue="team"),

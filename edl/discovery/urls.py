@@ -131,6 +131,25 @@ def identify_store(url: str) -> str:
     return f"{parts.scheme}://{place}{'?' if query else ''}{query}"
 
 
+def find_mistake(url: str) -> str:
+    """Return why no store can be at a URL; empty if there may be one. Opens nothing, and reads no environment."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "kubernetes":
+            return KUBERNETES_GONE
+        if parts.scheme not in _SCHEMES:
+            return f"unknown scheme {parts.scheme!r}" if parts.scheme else "the scheme is missing"
+        if parts.scheme == "sqlite":
+            _path(url, parts)
+        elif not parts.netloc:
+            return f"a host is missing after {parts.scheme}://"
+        for member in parts.netloc.split(",") if parts.scheme in _ETCD else filter(None, [parts.netloc]):
+            identify_server(parts.scheme, member.strip())
+    except (ValueError, SettingsError) as exc:
+        return str(exc)
+    return ""
+
+
 def identify_server(scheme: str, member: str) -> str:
     """Return host and port of a store's server in one spelling; raise ValueError if `member` has no host."""
     parts = urlsplit(f"//{member}")

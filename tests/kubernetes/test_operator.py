@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ CreateJob = Callable[..., None]
 
 
 @pytest.fixture
-def create_job(scene: Scene, tmp_path: Path) -> CreateJob:
+def create_job(scene: Scene) -> CreateJob:
     """Creates an ElasticJob whose workers sleep."""
     common: dict[str, Any] = {
         "scaling": "external",
-        "store": f"sqlite://{tmp_path}/store.sqlite",
+        "store": "edl://nowhere:29400",
         "gracePeriodSeconds": 1,
     }
     common["template"] = scene.pod_template(["sh", "-c", "sleep 100000"], cpu="1m", memory="32Mi")

@@ -84,6 +84,12 @@ class PhaseObserver:
         self._warned = False
         self._refusal = ""
         self._refused_since: float | None = None
+        self._troubles: dict[str, str] = {}
+
+    @property
+    def taken_up(self) -> bool:
+        """Whether an operator has handled the resource."""
+        return bool(self._last)
 
     def check(self, found: Object | None) -> str:
         """Return the phase, "Deleted" if the resource is gone, or "" if no operator has handled it."""
@@ -100,6 +106,17 @@ class PhaseObserver:
             self._note(f"{self._target}: {phase}{f': {why.strip()}' if why and phase != 'Running' else ''}")
             self._last = phase
         return phase
+
+    def check_pool(self, pool: Target, found: Object | None) -> None:
+        """Note that a pool is refused, or that its teachers do not start: the resource may wait for them in vain."""
+        item = decode_workload(pool.kind, found) if found is not None else None
+        accepted, ready = (item.condition(kind) if item is not None else None for kind in ("Accepted", "Ready"))
+        trouble = accepted if accepted is not None and accepted.status == "False" else ready
+        if trouble is None or (trouble is ready and trouble.reason != "TeacherFailing"):
+            self._troubles.pop(pool.name, None)
+        elif self._troubles.get(pool.name) != trouble.reason:
+            self._troubles[pool.name] = trouble.reason
+            self._note(f"{pool}: {trouble.reason}: {trouble.message.strip()}")
 
     def _judge(self, item: KubernetesWorkload) -> str:
         """Return the phase, or "Rejected" if the API server has refused the resource's members for long enough."""
@@ -368,6 +385,7 @@ class LogFollower:
     """Follows the logs of a job or pool: all members, or only those of a `role` and `index`.
 
     `write` and `note` are called in the caller's thread. Without `write`, it reads no log and only waits for the end.
+    `pools` are those that the job needs: `note` is told if their teachers do not start.
     """
 
     def __init__(
@@ -380,9 +398,11 @@ class LogFollower:
         role: str | None = None,
         index: int | None = None,
         tail_lines: int | None = None,
+        pools: Sequence[Target] = (),
     ) -> None:
         self._client = client
         self._target = target
+        self._pools = pools
         self._write = write
         self._note = note
         self._role, self._index, self._tail_lines = role, index, tail_lines
@@ -391,6 +411,11 @@ class LogFollower:
         self._phases = PhaseObserver(target, note)
         self._trouble = ""
         self._late: set[str] = set()
+
+    @property
+    def taken_up(self) -> bool:
+        """Whether an operator has handled the job or pool, as far as `run` has seen."""
+        return self._phases.taken_up
 
     def run(self, *, deadline: float | None = None) -> str:
         """Follow until the job has ended and its output is written, or the resource is gone.
@@ -422,6 +447,9 @@ class LogFollower:
         try:
             found = self._client.get(target.type, target.name)
             listed = list_pods(self._client, target) if self._write is not None else []
+            for pool in self._pools:
+                namespace = pool.resource["metadata"]["namespace"]
+                self._phases.check_pool(pool, self._client.get(pool.type, pool.name, namespace))
         except KubernetesError as exc:
             if not self._trouble:
                 self._note(f"{exc}; trying again")

@@ -34,6 +34,7 @@ from edl.cli.output import printable
 from edl.command_line import CommandParser, at_least, duration
 from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
+from edl.kube.objects import Object
 from edl.kube.quantity import parse_quantity
 
 _EXIT_TIMEOUT: Final = 124
@@ -81,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
                 manifest["metadata"].setdefault("namespace", options.namespace)
         print(dump_manifests(manifests), end="")
         return 0
+    pools: dict[str, Object] = {}
     with open_cluster(options) as client:
         if chosen is not None:
             pools = find_pools(client, chosen.teachers)
@@ -92,6 +94,7 @@ def main(argv: Sequence[str]) -> int:
         made = create_all(client, manifests, client.namespace, _note)
         if chosen is not None:
             set_bounds(client, chosen.teachers, pools, _note)
+        pools = {item["metadata"]["name"]: item for item in made if item["kind"] == "TeacherPool"} | pools
         jobs = [Target("job", item["metadata"]["name"], item) for item in made if item["kind"] == "ElasticJob"]
         for job in jobs:
             print(printable(job.name), flush=True)
@@ -102,20 +105,27 @@ def main(argv: Sequence[str]) -> int:
                 f"--wait and --follow need a single job in namespace {client.namespace!r} (-n), but there are "
                 f"{len(jobs)}: they were submitted; `edl jobs --watch` shows them"
             )
-        return _await_end(client, jobs[0], options)
+        return _await_end(client, jobs[0], [Target("pool", name, pool) for name, pool in pools.items()], options)
 
 
-def _await_end(client: KubeClient, job: Target, options: argparse.Namespace) -> int:
+def _await_end(client: KubeClient, job: Target, pools: Sequence[Target], options: argparse.Namespace) -> int:
     """Wait for the job to end. Ctrl-C stops the wait, not the job."""
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     write = LogScreen(prefix=True).write if options.follow else None
+    follower = LogFollower(client, job, write, _note, pools=pools)
     try:
-        phase = LogFollower(client, job, write, _note).run(deadline=deadline)
+        phase = follower.run(deadline=deadline)
     except (EDLError, KeyboardInterrupt):
         _note(f"{job} keeps running: `edl logs {job.name} -f` follows it again, `edl delete {job.name}` ends it")
         raise
     if not phase:
-        _note(f"{job} still runs after {options.timeout:g} s: `edl logs {job.name} -f` follows it again")
+        hint = f"`edl logs {job.name} -f` follows it again"
+        if follower.taken_up:
+            _note(f"{job} has not ended after {options.timeout:g} s: {hint}")
+        else:
+            _note(
+                f"{job} is not taken up after {options.timeout:g} s: is `edl operator` running for its namespace? {hint}"
+            )
         return _EXIT_TIMEOUT
     if phase == "Deleted":
         _note(f"{job} was deleted before it ended")

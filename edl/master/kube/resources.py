@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal, TypeVar
+from urllib.parse import urlsplit
 
+from edl.discovery.urls import find_mistake, identify_store
 from edl.kube.objects import read_time
 from edl.kube.resource_types import ELASTIC_JOBS, TEACHER_POOLS, ResourceType
 from edl.quoting import shown
@@ -186,6 +188,27 @@ def _read_owner(
     }
 
 
+_STORES: Final = "name a server that all pods reach, such as edl://edl-store.edl:29400, consul://HOST or etcd://HOST"
+
+
+def find_store_problem(store: str, own: str) -> SpecProblem | None:
+    """Return why pods cannot meet in a store; None if they can. `own` is the operator's store.
+
+    Each pod would have its own file of a `sqlite:` URL, and train alone. The operator's own may be one: that is a test
+    on one machine.
+    """
+    if not store:
+        return SpecProblem("NoStore", "spec.store is missing: name a store, or start the operator with --store")
+    scheme, _, rest = store.partition("?")[0].partition("//")
+    named = shown(repr(f"{scheme}//{rest.rpartition('@')[2]}" if rest else scheme))  # without what may be a token
+    if mistake := find_mistake(store):
+        return SpecProblem("InvalidField", f"spec.store is {named}: {mistake}: {_STORES}")
+    if urlsplit(store).scheme == "sqlite" and identify_store(store) != identify_store(own):
+        message = f"spec.store is {named}: a file, and pods share none: each would have its own: {_STORES}"
+        return SpecProblem("StoreNotShared", message)
+    return None
+
+
 def _check_template(spec: FieldReader, arguments: str) -> None:
     """Add problems of the pod template, which the CRD's schema does not check."""
     if not spec.has("template"):
@@ -248,10 +271,11 @@ class ElasticJob(MemberOwner):
         """Whether its status says that a run has started; a suspended job has none."""
         return bool(self.status.get("startTime"))
 
-    def pin_run(self) -> ElasticJob:
+    def pin_run(self, problem: SpecProblem | None = None) -> ElasticJob:
         """Return the job with the store and checkpoint that its run started with, from its status.
 
         Workers that meet in a different store would be a second world of the same job, writing to the same checkpoint.
+        `problem` is why the spec's store could not be used for a later run either.
         """
         store, checkpoint = self.status.get("store"), self.status.get("checkpoint")
         store = store if isinstance(store, str) and store else self.store
@@ -263,7 +287,10 @@ class ElasticJob(MemberOwner):
             edits.append(f"checkpoint {shown(self.checkpoint or 'none')} in place of {shown(checkpoint or 'none')}")
         if not edits:
             return self
-        text = f"not applied while pods of the job run: {', '.join(edits)}; suspend the job, and resume it without pods"
+        remedy = "suspend the job, and resume it without pods"
+        if problem is not None and self.store and self.store != store:
+            remedy = problem.message
+        text = f"not applied while pods of the job run: {', '.join(edits)}; {remedy}"
         return replace(self, store=store, checkpoint=checkpoint, ignored_edits=text)
 
 
@@ -276,8 +303,9 @@ def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> E
         spec.refuse("EmptyRun", "run", list(run), 'set arguments of `edl run`, such as ["train.py", "--lr", "0.1"]')
     if common["min_replicas"] < 1:
         spec.refuse("InvalidField", "minReplicas", common["min_replicas"], "a job needs 1 worker or more")
-    if not common["store"] and not (common["status"].get("startTime") and common["status"].get("store")):
-        spec.refuse("NoStore", "store", None, "name the job's store, or start the operator with --store")
+    problem = find_store_problem(common["store"], default_store)
+    if problem is not None and not (common["status"].get("startTime") and common["status"].get("store")):
+        spec.problems.append(problem)
     master = spec.open("master")
     _check_template(spec, "run")
     job = ElasticJob(
@@ -288,7 +316,7 @@ def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> E
         ttl_seconds_after_finished=spec.read_count("ttlSecondsAfterFinished", None),
         master=MasterSpec(master.read("enabled", False), master.read_texts("args")),
     )
-    return tuple(spec.problems) or (job.pin_run() if job.started else job)
+    return tuple(spec.problems) or (job.pin_run(problem) if job.started else job)
 
 
 @dataclass(frozen=True)
@@ -336,8 +364,8 @@ def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> 
         if not serve:
             spec.refuse("EmptyServe", "serve", list(serve), 'set arguments of `edl serve`, such as ["model.py:load"]')
         _check_template(spec, "serve")
-    if not common["store"]:
-        spec.refuse("NoStore", "store", None, "name the pool's store, or start the operator with --store")
+    if problem := find_store_problem(common["store"], default_store):
+        spec.problems.append(problem)
     pool = TeacherPool(
         **common,
         service=spec.read("service", "") or common["name"],

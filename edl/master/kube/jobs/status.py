@@ -58,7 +58,7 @@ FAILURE_ADVICE: Final[Mapping[str, str]] = {
     "Evicted": "request the memory and ephemeral storage that it uses, so that it gets a node that has them",
     "HardwareFault": "check the GPUs of the nodes named in status.members; several nodes failed",
     "UnclearFault": "run the script with CUDA_LAUNCH_BLOCKING=1: a kernel failed on two nodes",
-    "LaunchFailed": "fix the image, volume, secret or init container that the message names",
+    "LaunchFailed": "fix the command, image, volume, secret or init container that the message names",
     "NotStored": "check the storage of spec.checkpoint: the last state was not stored there",
     "UnknownEnd": "check the node's kubelet: there is no information about why the pod ended",
     "DeadlineExceeded": "raise spec.activeDeadlineSeconds, or give it more workers",

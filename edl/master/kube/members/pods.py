@@ -22,6 +22,8 @@ from edl.master.scaling.terminations import (
 MAIN_CONTAINER: Final = "edl"
 """A container of this name is the member's, at any position; without it, the first is."""
 _MAX_MESSAGE_CHARS: Final = 4096  # the kubelet's limit of /dev/termination-log
+_MAX_LINE_CHARS: Final = 400
+"""Most characters of a container's last line in a status, which many conditions and events repeat."""
 STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 """Reasons for which containers wait during a normal start."""
 
@@ -121,6 +123,7 @@ class MemberPod:
         emptied: the pod was asked to end and all containers have ended: its resources are free, even if the API server
             still lists the pod.
         waiting: why its main container does not start, such as `ImagePullBackOff`; may be an init container's reason.
+        container_end: how its main container ended last, also if it was restarted since; empty if it has not ended.
         termination: the evidence about its end; for a running pod, as if it ended now.
     """
 
@@ -149,6 +152,7 @@ class MemberPod:
     termination: TerminationReport = field(default_factory=TerminationReport)
     ready_s: float | None = None
     restarts: int = 0
+    container_end: str = ""
 
     @property
     def live(self) -> bool:
@@ -229,6 +233,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
     reason, words = ("", "") if "running" in state or terminated else _find_start_failure(pod, events)
     reason, words = (reason, words) if reason else (get_text(waiting, "reason"), get_text(waiting, "message"))
     node_silent = is_node_silent(pod)
+    last = terminated or get_mapping(get_mapping(container, "lastState"), "terminated")
     agent = parse_termination_message(get_text(terminated, "message"))
     return MemberPod(
         name=name,
@@ -254,6 +259,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
         emptied=_is_emptied(pod),
         waiting=reason,
         waiting_message=words,
+        container_end=_describe_end(last),
         labels=labels,
         termination=replace(
             agent,
@@ -272,6 +278,17 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
             message=(agent.message or words or get_text(status, "message"))[-_MAX_MESSAGE_CHARS:],
         ),
     )
+
+
+def _describe_end(terminated: Mapping[str, Any]) -> str:
+    """Return how a container ended: its exit code, and the last line that it left; empty if it has not ended."""
+    code = _read_int(terminated.get("exitCode"))
+    if code is None:
+        return ""
+    reason = get_text(terminated, "reason")
+    words = f"exit code {code}" + (f" ({reason})" if reason not in ("", "Error", "Completed") else "")
+    lines = parse_termination_message(get_text(terminated, "message")).message.strip().splitlines()
+    return f"{words}: {lines[-1].strip()[-_MAX_LINE_CHARS:]}" if lines else words
 
 
 def _is_emptied(pod: Mapping[str, Any]) -> bool:

@@ -165,9 +165,12 @@ class PoolDraft:
 
 
 def describe_failure(pod: MemberPod) -> str:
-    """Return why a teacher does not start."""
+    """Return why a teacher does not start. A container's last end says more than that the kubelet waits after it."""
     if not pod.failing:
-        return f"{pod.name}: its container has ended and was restarted"
+        ended = f": {pod.container_end}" if pod.container_end else ""
+        return f"{pod.name}: its container has ended and was restarted{ended}"
+    if pod.waiting == "CrashLoopBackOff" and pod.container_end:
+        return f"{pod.name}: {pod.waiting}: its container ends with {pod.container_end}"
     return f"{pod.name}: {pod.waiting}: {pod.waiting_message or pod.termination.message}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from edl.background import start_call
-from edl.cli.kube import logs
+from edl.cli.kube import logs, submit
 from edl.cli.kube.logs import LineCutter, LogFollower, PodLog, read_pod, sort_pods, terminal_safe
 from edl.cli.kube.workload_status import (
     WorkloadLook,
@@ -35,7 +36,7 @@ from edl.discovery import open_store
 from edl.errors import AccessDeniedError, ConflictError, EDLError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
-from edl.kube.resource_types import PODS, ResourceType
+from edl.kube.resource_types import PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
 from tests.fast.kube.conftest import write_kubeconfig
 from tests.fast.kube.server import ApiServer, Reply, Request
@@ -257,6 +258,8 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "etcd://evil:2379",
         "edl://edl-store.edl.svc:29400",
         "edl://a.b;rm:1",
+        "edl://10.88.0.1:29777",
+        "edl://store.example.com:29400",
         "sqlite:///{}/made",
         "kubernetes://x",
     ],
@@ -273,6 +276,7 @@ def test_store_that_a_stranger_named(
     assert "--store" in found.trouble
     forwarded = "`kubectl port-forward -n edl service/edl-store 29400`" in found.trouble
     assert forwarded == ("edl-store" in store)
+    assert forwarded == ("port-forward" in found.trouble)
     assert not (tmp_path / "made").exists()
 
 
@@ -392,9 +396,12 @@ class FakeCluster:
     def __init__(self, read_log: Callable[[], Iterator[bytes]]) -> None:
         self._read_log = read_log
         self.job = JOB
+        self.pools: Iterator[Object | None] = iter(())
         self.connections = 0
 
-    def get(self, kind: ResourceType, name: str) -> Object | None:
+    def get(self, kind: ResourceType, name: str, namespace: str = "") -> Object | None:
+        if kind == TEACHER_POOLS:
+            return next(self.pools)
         return POD if kind == PODS else self.job
 
     def list(self, kind: ResourceType, label_selector: str) -> Any:
@@ -425,6 +432,43 @@ def test_error_of_a_reader_is_told(exc: EDLError, phase: str) -> None:
     follower = LogFollower(cast(KubeClient, cluster), target, lambda pod, line: None, lambda words: None)
     with pytest.raises(type(exc), match=str(exc)):
         follower.run()
+
+
+def test_pool_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that waits for its teachers says nothing itself."""
+
+    def make_pool(reason: str, kind: str = "Ready", message: str = "digits-teacher-0-0: NameError: predictt") -> Object:
+        conditions = [{"type": kind, "status": "False", "reason": reason, "message": message}]
+        return {"metadata": {"name": "digits", "namespace": "n", "uid": "p"}, "status": {"conditions": conditions}}
+
+    def pools() -> Iterator[Object | None]:
+        yield make_pool("Starting")
+        yield make_pool("TeacherFailing")
+        yield make_pool("TeacherFailing", message="0 of 1: the same, in other words")
+        cluster.job = {**JOB, "status": {"phase": "Failed"}}
+        yield None
+        yield make_pool("InvalidField", "Accepted", "spec.store is 'x'")
+
+    monkeypatch.setattr("edl.cli.kube.logs._LOOK_S", 0.01)
+    cluster = FakeCluster(refuse(AssertionError("read")))  # type: ignore[arg-type]
+    cluster.pools = pools()
+    notes: list[str] = []
+    pool = Target("pool", "digits", make_pool(""))
+    follower = LogFollower(cast(KubeClient, cluster), Target("job", "a", JOB), None, notes.append, pools=[pool])
+    assert follower.run() == "Failed"
+    assert [words for words in notes if "pool" in words] == [
+        "pool/digits: TeacherFailing: digits-teacher-0-0: NameError: predictt",
+        "pool/digits: InvalidField: spec.store is 'x'",
+    ]
+
+
+@pytest.mark.parametrize(("status", "words"), [({}, "is not taken up"), ({"phase": "Pending"}, "has not ended")])
+def test_wait_that_is_over(status: Object, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = FakeCluster(refuse(AssertionError("read")))  # type: ignore[arg-type]
+    cluster.job = {**JOB, "status": status}
+    options = argparse.Namespace(timeout=0.2, follow=False)
+    assert submit._await_end(cast(KubeClient, cluster), Target("job", "a", JOB), [], options) == 124
+    assert words in capsys.readouterr().err
 
 
 class Pauses(threading.Event):

@@ -45,6 +45,38 @@ def test_store_of_the_operator() -> None:
     del resource["spec"]["store"]
     assert reasons(parse_elastic_job(resource)) == ["NoStore"]
     assert parse_elastic_job(resource, "etcd://e").store == "etcd://e"  # type: ignore[union-attr]
+    resource["spec"]["store"] = "sqlite:///tmp/a"
+    assert isinstance(parse_elastic_job(resource, "sqlite:////tmp/a"), ElasticJob), "a test on one machine"
+
+
+@pytest.mark.parametrize(
+    ("store", "reason", "words"),
+    [
+        ("sqlite:///tmp/a", "StoreNotShared", "each would have its own"),
+        ("sqlite:/tmp/a", "StoreNotShared", "edl://edl-store.edl:29400"),
+        ("SQLite:///tmp/a", "StoreNotShared", "each would have its own"),
+        ("http://consul:8500", "InvalidField", "unknown scheme 'http'"),
+        ("ed1://a:1", "InvalidField", "unknown scheme 'ed1'"),
+        ("edl-store.edl:29400", "InvalidField", "unknown scheme"),
+        ("edl:/x", "InvalidField", "a host is missing"),
+        ("edl://:1", "InvalidField", "no host"),
+        ("etcd://a:2379,:1", "InvalidField", "no host"),
+        ("edl://a:port", "InvalidField", "port"),
+        ("kubernetes://x", "InvalidField", "no longer supported"),
+        ("store", "InvalidField", "scheme is missing"),
+    ],
+)
+def test_store_that_pods_cannot_share(store: str, reason: str, words: str) -> None:
+    for parse, resource in ((parse_elastic_job, make_job(store=store)), (parse_teacher_pool, make_pool(store=store))):
+        found = parse(resource, "sqlite:///tmp/other")
+        assert reasons(found) == [reason]
+        assert words in found[0].message  # type: ignore[index]
+
+
+def test_store_in_a_message_has_no_token() -> None:
+    (problem,) = parse_elastic_job(make_job(store="http://user:geheim@c:1/?token=geheim"))  # type: ignore[misc]
+    assert "geheim" not in problem.message
+    assert "http://c:1/" in problem.message
 
 
 @pytest.mark.parametrize(

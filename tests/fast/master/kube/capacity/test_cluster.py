@@ -145,7 +145,8 @@ def test_devices_for_jobs() -> None:
     pods.append(pod(1, labels=job))
     capacity = ClusterCapacity.of([node("n1", 4), node("n2", 2), node("n3", 2, unschedulable=True)], pods)
     devices = capacity.list_devices(
-        lambda claim: bool(claim.labels.keys() & {"edl.io/job", "edl.io/pool"}), lambda claim: "edl.io/job" in claim.labels
+        lambda claim: bool(claim.labels.keys() & {"edl.io/job", "edl.io/pool"}),
+        lambda claim: "edl.io/job" in claim.labels,
     )
     assert devices == {"n1": 2, "n2": 2}
 

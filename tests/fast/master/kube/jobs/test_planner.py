@@ -364,6 +364,11 @@ def test_store_is_kept_while_pods_run() -> None:
     assert (accepted["status"], accepted["reason"]) == ("True", "StoreChangeIgnored")
     assert "consul://new:8500" in accepted["message"]
     assert cluster.events.count("StoreChangeIgnored") == 1
+    cluster.set_spec(store="http://new")
+    cluster.settle()
+    message = cluster.find_condition("Accepted")["message"]
+    assert "unknown scheme 'http'" in message
+    assert "suspend" not in message, "it could not start again with that store"
     cluster.set_spec(store="")  # the operator was started again without `--store`
     cluster.end("job-worker-0-0", 137, "Error")
     cluster.settle()

@@ -96,6 +96,33 @@ def test_init_container_without_its_image() -> None:
     assert find_termination_cause(pod.termination).cause is TerminationCause.LAUNCH_FAILED
 
 
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (
+            {"exitCode": 1, "reason": "Error", "message": "Traceback\nNameError: predictt\n"},
+            "exit code 1: NameError: predictt",
+        ),
+        (
+            {"exitCode": 128, "reason": "StartError", "message": 'exec: "edll"'},
+            'exit code 128 (StartError): exec: "edll"',
+        ),
+        ({"exitCode": 137, "reason": "OOMKilled"}, "exit code 137 (OOMKilled)"),
+        ({"exitCode": 2, "message": '{"cause": "user_error", "message": "a\\nb"}'}, "exit code 2: b"),
+        ({}, ""),
+    ],
+)
+def test_end_before_a_restart(end: dict[str, Any], words: str) -> None:
+    waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}}
+    for state, last in (
+        ({"terminated": end}, {}),
+        (waiting, {"terminated": end}),
+        ({"running": {}}, {"terminated": end}),
+    ):
+        container = {"name": "worker", "state": state, "lastState": last}
+        assert read_member_pod(build_pod(phase="Running", containerStatuses=[container])).container_end == words
+
+
 def test_silent_node_is_a_lost_node() -> None:
     """The node controller writes `Ready` alone: seen on Kubernetes 1.20 once a kubelet is stopped."""
     conditions = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]

@@ -7,7 +7,7 @@ from typing import Any
 from edl.kube.objects import Object
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 
-NOWHERE = "sqlite:////nowhere/x.sqlite"
+NOWHERE = "edl://nowhere:29400"
 
 
 def make_job(name: str = "digits", *, uid: str = "", gpus: int = 0, pod: Any = None, **spec: Any) -> ElasticJob:
@@ -22,7 +22,7 @@ def make_job(name: str = "digits", *, uid: str = "", gpus: int = 0, pod: Any = N
     }
     template = {"spec": {"containers": [container], **(pod or {})}}
     fields = {"run": ["t.py"], "store": NOWHERE, "template": template, **spec}
-    job = parse_elastic_job({"metadata": metadata, "spec": fields, "status": {}})
+    job = parse_elastic_job({"metadata": metadata, "spec": fields, "status": {}}, fields["store"])
     assert isinstance(job, ElasticJob), job
     return job
 
@@ -39,6 +39,6 @@ def make_pool(namespace: str = "lab", day: int = 1, **spec: Any) -> TeacherPool:
     metadata = {"name": "p", "namespace": namespace, "uid": namespace, "creationTimestamp": f"2026-01-0{day}T00:00:00Z"}
     template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
     fields = {"serve": ["m.py:f"], "service": "digits", "store": NOWHERE, "template": template, **spec}
-    pool = parse_teacher_pool({"metadata": metadata, "spec": fields})
+    pool = parse_teacher_pool({"metadata": metadata, "spec": fields}, fields["store"])
     assert isinstance(pool, TeacherPool), pool
     return pool

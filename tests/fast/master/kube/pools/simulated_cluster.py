@@ -37,7 +37,7 @@ class SimulatedCluster:
         self._numbers = itertools.count(1)
         self.resource: dict[str, Any] = {
             "metadata": {"name": "digits", "namespace": "ns", "uid": "pool-uid", "generation": 1},
-            "spec": {"serve": ["m.py:load"], "store": "sqlite:///s", "maxReplicas": 4, "template": TEMPLATE, **spec},
+            "spec": {"serve": ["m.py:load"], "store": "edl://s", "maxReplicas": 4, "template": TEMPLATE, **spec},
             "status": {},
         }
 

@@ -138,17 +138,18 @@ def test_crash_loop_is_told_once() -> None:
     made.settle(2)
     (pod,) = made.pods.values()
     states: list[dict[str, Any]] = [
-        {"terminated": {"exitCode": 1}},
+        {"terminated": {"exitCode": 1, "message": "NameError: predictt"}},
         {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
     ]
     for second in range(40):
         running = {"running": {"startedAt": format_time(made.now_s - 1)}}
         state = [*states, running][second // 5 % 3]
         restarts = second // 10
-        status = {"name": "edl", "state": state, "restartCount": restarts}
+        status = {"name": "edl", "state": state, "restartCount": restarts, "lastState": states[0]}
         pod["status"] |= {"containerStatuses": [status], "conditions": [{"type": "Ready", "status": "False"}]}
         made.reconcile()
         assert condition(made, "Ready") == ("False", "TeacherFailing"), second
+        assert "exit code 1: NameError: predictt" in made.resource["status"]["message"], second
         made.now_s += 1
     assert reasons(made)["TeacherFailing"] == 1
     ready = {"type": "Ready", "status": "True", "lastTransitionTime": format_time(made.now_s)}
@@ -417,7 +418,7 @@ def test_pool_comes_to_rest(capacity: bool, seed: int) -> None:
         if step % 20 == 0:
             made.edit(serve=choice.choice([NEW, ["m.py:load"]]))
             made.wanted = choice.choice([None, 0, 1, 2, 3, 4])
-            made.default_store = choice.choice(["sqlite:///s", "sqlite:///s", "sqlite:///t"])
+            made.default_store = choice.choice(["edl://s", "edl://s", "edl://t"])
             trouble = choice.choice(["", "", "image", "mount", "nodes"])
             made.pod_events.clear()
             for name in [name for name in made.pods if name.startswith("online") and choice.random() < 0.5]:
@@ -432,7 +433,7 @@ def test_pool_comes_to_rest(capacity: bool, seed: int) -> None:
     made.pod_events.clear()
     for name in [name for name in made.pods if name.startswith("online")]:
         made.delete(name)
-    made.nodes, made.default_store, made.wanted = nodes, "sqlite:///s", 3
+    made.nodes, made.default_store, made.wanted = nodes, "edl://s", 3
     made.edit(serve=NEW)
     made.settle(400)
     assert (made.list_serves(), made.placed(), count_ready(made)) == (NEW, 3, 3)

@@ -119,13 +119,8 @@ def _await_end(client: KubeClient, job: Target, pools: Sequence[Target], options
         _note(f"{job} keeps running: `edl logs {job.name} -f` follows it again, `edl delete {job.name}` ends it")
         raise
     if not phase:
-        hint = f"`edl logs {job.name} -f` follows it again"
-        if follower.taken_up:
-            _note(f"{job} has not ended after {options.timeout:g} s: {hint}")
-        else:
-            _note(
-                f"{job} is not taken up after {options.timeout:g} s: is `edl operator` running for its namespace? {hint}"
-            )
+        what = "has not ended" if follower.taken_up else "is not taken up by an operator"
+        _note(f"{job} {what} after {options.timeout:g} s: `edl logs {job.name} -f` follows it again")
         return _EXIT_TIMEOUT
     if phase == "Deleted":
         _note(f"{job} was deleted before it ended")

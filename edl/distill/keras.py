@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from edl.distill.divergences import check_alpha, check_temperature
 from edl.distill.loader import DistillLoader, TeachersLike, batch_request
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
@@ -35,10 +36,11 @@ class SoftLabelDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     Args:
         dataset: Yields `(x, y)`: arrays [rows, ...], or dicts of them for `x`, and true classes [rows] or [rows, 1].
-        teachers: A service's name, `host:port` of teachers, or `Teachers`.
+        teachers: A service's name, `host:port` of teachers, or `Teachers`; None to read the environment.
         inputs: Name of the teachers' input that is `x`; or a mapping from names to functions of a batch `(x, y)`.
         outputs: Name of the teachers' output of logits [rows, classes].
-        **arguments: Other arguments of `edl.distill.torch.distill`, such as `cache`, `ids` or `options`.
+        **arguments: Other arguments of `edl.distill.torch.distill`, such as `cache`, `ids` or `options`. `device`,
+            `ahead`, `top_k` and `tokens` do not work here.
 
     Raises:
         SettingsError: An argument is invalid.
@@ -58,11 +60,12 @@ class SoftLabelDataset(keras.utils.PyDataset):  # type: ignore[misc]
         if self._labelled is None:
             self._labelled = self._loader.label(self.dataset[number] for number in range(len(self.dataset)))
         (x, y), logits = next(self._labelled)
-        classes = np.asarray(y).reshape(len(logits), -1)
-        if classes.shape[1] != 1 or logits.ndim != 2:
+        classes = np.asarray(y).reshape(len(y), -1)
+        found = list(logits.shape) if isinstance(logits, np.ndarray) else type(logits).__name__
+        if classes.shape[1] != 1 or not isinstance(logits, np.ndarray) or logits.ndim != 2:
             raise SettingsError(
-                f"targets are {list(np.shape(y))} and the teachers' logits {list(logits.shape)}: expected true classes "
-                "[rows], and logits [rows, classes]"
+                f"targets are {list(np.shape(y))} and the teachers' labels {found}: expected true classes [rows], and "
+                "logits [rows, classes]"
             )
         return x, np.concatenate([logits.astype(np.float32), classes.astype(np.float32)], axis=1)
 
@@ -132,8 +135,8 @@ class DistillationLoss(keras.losses.Loss):  # type: ignore[misc]
 
     def __init__(self, temperature: float = 4.0, alpha: float = 0.9, name: str = "distillation_loss", **arguments: Any):
         super().__init__(name=name, **arguments)
-        if not temperature > 0 or not 0 <= alpha <= 1:
-            raise SettingsError(f"temperature={temperature} must be above 0, alpha={alpha} from 0 to 1")
+        check_temperature(temperature)
+        check_alpha(alpha)
         self.temperature = temperature
         self.alpha = alpha
 

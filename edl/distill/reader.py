@@ -77,8 +77,8 @@ class DistillReader:
         temperature: Temperature at which `top_k` sums up the tail's mass.
         dtype: "float16" or "float32" for floating-point outputs, None for the model's own.
         version: Use only labels of this model version; empty for any.
-        tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash; an error names
-            teachers with a different one. Empty for any.
+        tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash. Teachers with a
+            different one are refused. Empty for any.
         cache: Cache of soft labels: samples seen before are not sent to teachers again. If the cache has all labels,
             you need not name teachers.
         id_field: Position of the field that holds a sample's id (an integer or a string); used only with a cache.

@@ -71,7 +71,7 @@ def distill(
             or function that finds the token mask, 0 and 1 [sequences, length]. Inputs are then [sequences, length,
             ...]; the tokens that the mask keeps are sent, one per row; labels are [sequences, length, ...], with 0
             where the mask is 0. None for batches of rows.
-        tokenizer: Path of the student's tokenizer, or its hash; an error names teachers with a different one. Empty for
+        tokenizer: Path of the student's tokenizer, or its hash. Teachers with a different one are refused. Empty for
             any.
         batch_rows: Rows per request; None for the whole batch, split if it has more than 256 rows or a teacher accepts
             fewer; with `tokens`, None means 2,048 tokens, or a quarter of what a teacher queues.

@@ -423,7 +423,7 @@ def _split(ids: Ids | SequenceIds) -> tuple[SequenceIds | None, list[SampleId]]:
 class MemoryTier:
     """Records of all keys, within `limit_bytes` including bookkeeping. Counts the rows `evicted` to make room.
 
-    Thread-safe. Has the methods of a `LabelFolder`, which it replaces.
+    Thread-safe. Has those methods of a `LabelFolder` that every cache needs.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -44,7 +44,7 @@ from edl.quoting import listed, shown
 logger = logging.getLogger("edl.distill")
 
 _CONNECT_TIMEOUT_S = 5.0
-"""Deadline of an attempt to connect: enough for several round trips around the world, and a dead host's cost."""
+"""Deadline of an attempt to connect: enough for several round trips around the world; a dead host costs this much."""
 _MOST_FAILED_CHANNELS = 2
 """Tensor channels in a row that may end before their first answer. After that, requests first use gRPC: a firewall may
 accept a connection and then end it, and a teacher that dies twice in its first request is rare."""
@@ -135,7 +135,7 @@ class TeacherConnection:
             try:
                 spec = await client.refresh_spec(_CONNECT_TIMEOUT_S, must_be_ready=must_be_ready)
                 self.changed_spec = spec if spec != client.spec else None
-                changed = "" if spec == client.spec else f"its model has changed, to version {spec.version!r}"
+                changed = "" if spec == client.spec else f"its model has changed and now has version {spec.version!r}"
             except RequestFailed as exc:
                 # A full teacher is alive, and would not accept a new connection.
                 changed = exc.failure.message if exc.failure.kind is not FailureKind.OVERLOADED else ""

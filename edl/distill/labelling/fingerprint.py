@@ -170,15 +170,11 @@ class DataGuard:
             there = DataFingerprint.from_json(text) if text else here
         except ValueError:
             there = here
-        if isinstance(self.data, IndexedData) and 0 < there.rows < here.rows:
-            logger.warning(
-                "the data have %d rows, of which the first %d have labels; %d of these were compared. If you edited "
-                "others, pass --relabel",
-                here.rows,
-                there.rows,
-                min(_ROWS, there.rows),
-            )
+        grown = isinstance(self.data, IndexedData) and 0 < there.rows < here.rows
+        if grown:
             here = DataFingerprint.of(self.data, there.rows)
+            if not self.fingerprint.rows_checksum:
+                here = replace(here, rows_checksum="", file_checksum="")
         if there.rows_checksum == _MIXED:
             problem = "they changed while they were labelled, so it may have labels of both versions"
         else:
@@ -187,6 +183,14 @@ class DataGuard:
             raise ConflictError(
                 f"the folder has labels of other data: {problem}. Set a new folder or --dataset, or pass --relabel "
                 "to label all rows again"
+            )
+        if grown and not problem:
+            logger.warning(
+                "the data grew from %d rows to %d; of the earlier rows, %d were compared. If you edited others, set a "
+                "new folder or --dataset",
+                there.rows,
+                self.fingerprint.rows,
+                min(_ROWS, there.rows) if here.rows_checksum and there.rows_checksum else 0,
             )
         if problem or text != self.fingerprint.to_json():
             folder.note_data_set(space, self.fingerprint.to_json(), relabel=bool(problem))

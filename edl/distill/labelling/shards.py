@@ -47,8 +47,8 @@ logger = logging.getLogger("edl.distill")
 _LOOK_S = 0.2
 """Wait for a shard before the worker checks whether it should end: too short for a person to notice."""
 _FIRST_COMMIT_S, _LAST_COMMIT_S, _COMMIT_SHARE = 0.5, 10.0, 0.02
-"""Time between two commits, each of which writes a file: a fiftieth of the time so far, so that a crash costs little
-and a long run writes about a hundred files an hour; at most as long as a person waits for figures."""
+"""Time between two commits, each of which waits for the disk: a fiftieth of the time so far, so that a crash costs
+little; at most as long as a person waits for figures."""
 _BUSY_SHARE = 0.05
 """Share of the time that commits may take on a slow disk: meanwhile answers queue, and teachers may wait."""
 _MOST_SKIPPED = 64

@@ -194,8 +194,8 @@ def sampled_kl(
 
     Args:
         student: Log-probabilities of the sampled tokens, floating-point [rows, ...]; see `token_log_probabilities`.
-        teacher: The teacher's log-probabilities of the same tokens, at the same temperature. Values are clipped to a
-            ratio of e^-20 to the student's probability, also -inf.
+        teacher: The teacher's log-probabilities of the same tokens, at the same temperature. Its ratio to the
+            student's probability is limited to e^-20 to e^20, also for -inf.
         estimator: Estimator of the value: "k1" or "k3".
         mask: Token mask; see `token_loss`.
         token_count: Divisor of the sum over tokens; see `token_loss`.

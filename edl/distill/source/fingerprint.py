@@ -6,7 +6,7 @@ checked when it is delivered. `ReuseDetector` checks again if the source yields 
 
 A check costs a fraction of a copy. Small arrays are copied. For arrays up to 1 MiB, the sums of 509 columns are kept,
 which cover every byte; for larger arrays, a word from a random position in each of 384 equal pieces. A refilled buffer
-differs in many of them. Objects of unknown types are searched for arrays and tensors.
+differs in many of them. Of an object of an unknown type, the attributes that are arrays or tensors are checked.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Texts:
 
     ids: Array  # [texts, longest], token ids
     mask: Array  # [texts, longest], 1 for tokens
-    packed: bool  # whether the texts are not the batch's rows; their tokens, in order, are still all of the batch's
+    packed: bool  # whether the batch's rows hold several texts; the texts' tokens, in order, are all of the batch's
 
 
 def find_texts(batch: Mapping[str, Any]) -> Texts:

@@ -334,7 +334,9 @@ class DistillTrainer(transformers.Trainer):
                 "with torchrun or edl run, one process per GPU"
             )
         if self.get_sp_size() > 1 or self.get_cp_size() > 1:
-            raise SettingsError("sequence and context parallelism split texts, but labels are for whole texts: omit it")
+            raise SettingsError(
+                "sequence and context parallelism split texts, but labels are of whole ones: switch it off"
+            )
         if arguments.of_tokens and inputs is not None and not isinstance(inputs, Mapping):
             raise SettingsError(f"inputs={inputs!r}: with tokens, pass further inputs as {{name: key or function}}")
         if arguments.chunked_head:

@@ -140,7 +140,7 @@ _KINDS = {
 }
 """The kind of failure for each status; `FailureKind.ERROR` for any other."""
 _ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
-"""The teacher refuses every request of this student, so a different teacher may answer it."""
+"""The teacher refuses every request of this student; a different teacher may answer."""
 
 
 _NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")

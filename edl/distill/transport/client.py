@@ -2,9 +2,9 @@
 
 Requests to an EDL teacher use the tensor channel. Requests to other servers, or if the channel's port cannot be
 reached, are gRPC calls of KServe v2. Tensors are in shared memory if the server is on this host, otherwise in the
-message. A request that fails in shared memory, which the server may have lost, is resent once in a message.
-`ReplyReader` converts answers to labels, and checks model, version, names, types, shapes and NaN. Every error is a
-`RequestFailure` for the dispatcher.
+message. A request that fails in shared memory is resent: after registering the memory again, if the server lost it, or
+in a message. `ReplyReader` converts answers to labels, and checks model, version, names, types, shapes and NaN. Every
+error is a `RequestFailure` for the dispatcher.
 
 `calls` inspects the server. Retries and the choice of teachers are handled elsewhere.
 """
@@ -426,8 +426,8 @@ class ReplyReader:
                 }
             specs = [(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in message.outputs]
             known = version, specs
-            if self.spec.is_edl:  # EDL's answers to requests of one shape share a header, without an id
-                if len(self._headers) >= _MOST_ANSWER_HEADERS or len(header) > _LONGEST_HEADER:
+            if self.spec.is_edl and len(header) <= _LONGEST_HEADER:  # others' headers have a different id each time
+                if len(self._headers) >= _MOST_ANSWER_HEADERS:
                     self._headers.clear()
                 self._headers[header] = known
         version, specs = known

@@ -106,7 +106,7 @@ class OutputSpec:
     dtype: Literal["float16", "float32"] | None = None
     # only labels of this model version; empty for the server's default version
     version: str = ""
-    priority: Priority = "auto"  # of requests to servers with priorities; see `edl.distill.transport.schema`
+    priority: Priority = "auto"  # of requests to servers with priorities; see `choose_priority`
     tokenizer: str = ""  # hash of the student's tokenizer, which teachers must share; empty for any
 
     def __post_init__(self) -> None:

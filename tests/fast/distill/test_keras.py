@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,16 @@ def test_labels_stay_with_their_rows(serve: Serve) -> None:
     assert sorted(numbers) == list(range(22))
     np.testing.assert_array_equal(x, rows[numbers])
     np.testing.assert_array_equal(y[:, :-1], fingerprint_of(x))
+
+
+@pytest.mark.parametrize(("asked", "found"), [({"top_k": 2}, "TopK"), ({"teachers": []}, "NoneType")])
+def test_only_logits_are_taken(serve: Serve, asked: dict[str, Any], found: str) -> None:
+    elastic = ElasticDataset(RANDOM.random((6, 4), np.float32), np.arange(6), global_batch=3)
+    settings = {"teachers": serve("fingerprint").endpoint, "inputs": "x", "outputs": "y", **asked}
+    with SoftLabelDataset(elastic, **settings) as dataset:
+        dataset.on_epoch_begin()
+        with pytest.raises(SettingsError, match=f"teachers' labels {found}: expected"):
+            dataset[0]
 
 
 def test_another_dataset_is_refused() -> None:

@@ -241,10 +241,6 @@ class WorkerStatusPage:
             busy_limit_s=page.busy_limit_s,
         )
 
-    def close(self) -> None:
-        """Unmap the page. The file stays; its creator removes it."""
-        del self._page
-
     @classmethod
     def _map(cls, path: Path) -> WorkerStatusPage:
         with path.open("r+b") as file:

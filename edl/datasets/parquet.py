@@ -149,7 +149,7 @@ def _group_rows(metadata: Any) -> list[int]:
 
 
 def _read_footer(path: str, nbytes: int) -> tuple[Any, int]:
-    """Return a file's metadata, and the CRC-32 of its bytes."""
+    """Return a file's metadata, and the CRC-32 of the footer, which holds it."""
     parquet = import_parquet()
     tail = read_range(path, max(0, nbytes - _TAIL.size), nbytes)
     length, magic = _TAIL.unpack(tail) if len(tail) == _TAIL.size else (0, b"")

@@ -19,6 +19,7 @@ from edl.protocol import kserve
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _ID = 3  # field of ModelInferRequest and of ModelInferResponse
+_STREAMED_RESPONSE = 2  # field of ModelStreamInferResponse
 _LENGTH_DELIMITED = 2  # protobuf's wire type of bytes, text and messages
 _COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # gzip, and deflate by its levels
 _MAX_FIELDS = 10_000  # a valid message has a few fields per tensor; each costs a microsecond here
@@ -90,13 +91,17 @@ class MessageCodec(Generic[M]):
 
     def join(self, header: bytes, raw: Sequence[Buffer]) -> bytes:
         """Return the message of a serialized header and the tensors `raw`, which are C-contiguous."""
+        return b"".join(self.parts(header, raw))
+
+    def parts(self, header: bytes, raw: Sequence[Buffer]) -> list[Buffer]:
+        """Return the pieces of that message, without a copy of the tensors."""
         tag = varint(self._raw_tag)
         parts: list[Buffer] = [header]
         for tensor in raw:
             view = memoryview(tensor)
             parts.append(tag + varint(view.nbytes))
             parts.append(view.cast("B") if view.nbytes else b"")
-        return b"".join(parts)
+        return parts
 
     def split(self, data: Buffer) -> tuple[bytes, list[memoryview]]:
         """Return a message's header, still serialized, and its raw tensors as views of `data`.
@@ -128,7 +133,6 @@ class MessageCodec(Generic[M]):
 
 REQUEST = MessageCodec(kserve.ModelInferRequest, 7)
 RESPONSE = MessageCodec(kserve.ModelInferResponse, 6)
-_STREAMED = MessageCodec(kserve.ModelStreamInferResponse, 2)
 
 
 def id_field(request_id: str) -> bytes:
@@ -139,7 +143,8 @@ def id_field(request_id: str) -> bytes:
 
 def join_streamed_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
     """Return a `ModelStreamInferResponse` around the result of `RESPONSE.join`."""
-    return _STREAMED.join(b"", [RESPONSE.join(header, raw)])
+    parts = RESPONSE.parts(header, raw)
+    return b"".join((varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), varint(sum(map(len, parts))), *parts))
 
 
 def is_compressed(data: Buffer) -> bool:

@@ -19,7 +19,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array of numpy's, of any shape and dtype."""
 
 BFLOAT16: Final = np.dtype("V2")
-"""numpy has no bfloat16: arrays for a BF16 model hold float32, of which the model does not read two bytes."""
+"""The dtype of arrays that are sent to a BF16 model: two opaque bytes per number, because numpy has no bfloat16."""
 
 EXACT_FLOAT64: Final = 2.0**53  # below it, every whole number is exact in float64
 

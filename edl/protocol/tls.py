@@ -381,8 +381,8 @@ def host_of(endpoint: str) -> str:
 def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles | None, *, authority: str = "") -> str:
     """Connect to a gRPC server once more, and return why the connection fails. Takes up to some seconds.
 
-    The result is empty if the reason is unrelated to TLS, or if gRPC's message `words` rules TLS out; None ignores it.
-    The certificate is checked for the host of `authority`, if given.
+    The result is empty if the reason is unrelated to TLS, if gRPC's message `words` rules TLS out (None ignores it), or
+    for a Unix socket. The certificate is checked for the host of `authority`, if given.
     """
     if words is not None and not _SIGNS.search(words):
         return ""
@@ -495,7 +495,7 @@ class PeerTLS:
         return self.context(serving=host is None).wrap_socket(connection, host is None, False, server_hostname=name)
 
     def handshake(self, connection: ssl.SSLSocket, timeout_s: float) -> None:
-        """Wait for the handshake; raise `ProtocolError` with the reason and the remedy, or `OSError`."""
+        """Wait for the handshake; raise `ProtocolError` with the reason and the remedy."""
         connection.settimeout(timeout_s)
         try:
             with self.explained():

@@ -33,7 +33,7 @@ _MOST_JSON: Final = 4 << 20
 """Bytes of JSON in a request, which take 30 times as much memory as Python objects; raw bytes may have more."""
 _PATH: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(/ready|/infer)?")
 _HEADER_LENGTH: Final = "Inference-Header-Content-Length"
-_HOSTS: Final = HostCheck(local=True)
+_HOSTS: Final = HostCheck(local=False)
 _STATUS: Final = {
     grpc.StatusCode.INVALID_ARGUMENT: "400 Bad Request",
     grpc.StatusCode.PERMISSION_DENIED: "403 Forbidden",
@@ -87,8 +87,8 @@ class HttpApi:
         if self._refusal:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, self._refusal, reason="http")
         if "HTTP_ORIGIN" in environ or not _HOSTS.allows(environ.get("HTTP_HOST")):  # a page's, or under its own name
-            words = "requests from web pages, or under names other than localhost, are refused"
-            raise RequestError(grpc.StatusCode.PERMISSION_DENIED, words, reason="http")
+            words = "requests from web pages, or under names other than localhost and this host's, are refused"
+            raise RequestError(grpc.StatusCode.PERMISSION_DENIED, f"{words}: use an IP address", reason="http")
         if path in ("/v2", "/v2/"):
             extensions = [*model.extensions(), "binary_tensor_data"]
             return {"name": "edl", "version": __version__, "extensions": extensions}, []

@@ -26,9 +26,8 @@ from edl_serving.request_plan import RegionSlice, RequestPlan, plan_request
 from edl_serving.shared_memory import ClientRegions, SharedMemoryRegion
 
 _SLOW_TO_READ = 64 << 10  # bytes of typed contents, BYTES or rows to check that are worth a thread
-_MAX_HEADER = (
-    4 << 20
-)  # bytes, of which protobuf and Python make up to thirty times as many; gRPC's default for messages
+_MAX_HEADER = 4 << 20
+"""Bytes, of which protobuf and Python make up to thirty times as many; gRPC's default limit for messages."""
 _MAX_CACHED_HEADER = 2048  # bytes: a dozen tensors with options; the cache then takes at most 2 MB
 _MAX_CACHED_PLANS = 1024  # the default number of clients, each with a header of its own
 

@@ -3,8 +3,8 @@
 A client creates a POSIX shared memory object, registers it, and then gives in its requests the place of each tensor in
 it. The server opens the object with its own rights, so it must not do for a client what the client may not do itself:
 it accepts an object only from its owner, and each user has a separate namespace of regions. If a client of a user names
-no region, it means those that its own connection registered, or a closed connection. gRPC reports only a peer's
-address; the kernel knows the user of a loopback connection (`/proc/net/tcp`, proc(5)).
+no region, it means those that its own connection or a closed one registered. gRPC reports only a peer's address; the
+kernel knows the user of a loopback connection (`/proc/net/tcp`, proc(5)).
 
 An object of the server's own user that no other user may write is mapped, so inputs are read without a copy. When a
 mapped file is truncated, reading beyond its end kills the process with SIGBUS. So objects that other users can truncate

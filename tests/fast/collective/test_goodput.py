@@ -6,7 +6,6 @@ import json
 import random
 import re
 import time
-from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,8 +276,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def page(stack: ExitStack, tmp_path: Path) -> WorkerStatusPage:
-    return stack.enter_context(closing(WorkerStatusPage.create(tmp_path / "board")))
+def page(tmp_path: Path) -> WorkerStatusPage:
+    return WorkerStatusPage.create(tmp_path / "board")
 
 
 def test_totals_sum_to_the_pages_age(clock: SimpleNamespace, page: WorkerStatusPage) -> None:

@@ -40,6 +40,9 @@ def test_messages_are_those_of_protobuf(raw: list[bytes]) -> None:
     again, views = codec.RESPONSE.split(codec.RESPONSE.join(answer.SerializeToString(), raw))
     assert codec.RESPONSE.parse(again) == answer
     assert [bytes(view) for view in views] == raw
+    streamed = codec.join_streamed_response(answer.SerializeToString(), raw)
+    answer.raw_output_contents.extend(raw)
+    assert kserve.ModelStreamInferResponse.FromString(streamed).infer_response == answer
 
 
 @few

@@ -114,6 +114,7 @@ def test_other_paths(server: Inside) -> None:
     assert ask(server, "/v2/models/dogs")[0] == 404
     assert ask(server, "/v2/models/m/versions/9/infer", tensor())[0] == 404
     assert ask(server, "/v2/models/m/infer")[0] == 405
+    assert ask(server, "/v2", Host="192.0.2.7:8002")[0] == 200, "an address cannot be rebound, as a name can"
 
 
 def test_no_requests_beside_tokens(inside: StartInside, tmp_path: Any) -> None:

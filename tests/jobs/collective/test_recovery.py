@@ -239,7 +239,6 @@ def test_stopped_agent_looks_before_going_on(job: Job) -> None:
         wait_until(lambda: not Path(f"/proc/{worker}").exists(), "its worker is gone")
         assert page.agent_silence_s > LIMIT_S, "no sign of life before that"
         assert job.steps()[-1].step == last, "and no step"
-    page.close()
     job.wait_for_world(1, after=time.monotonic())
     assert "stopped while the store did not answer" in node.output
     assert [one.step for one in job.steps()] == list(range(len(job.steps()))), "it goes on from memory"

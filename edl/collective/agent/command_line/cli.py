@@ -148,7 +148,7 @@ def _check_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError as exc:
         raise SettingsError(
-            "no folder for temporary files is writable, but workers need one as well: set TMPDIR, or in a "
+            "no folder for temporary files is writable, but workers need one: set TMPDIR, or in a "
             "container with a read-only root mount a folder at /tmp (in Kubernetes an emptyDir)"
         ) from exc
 

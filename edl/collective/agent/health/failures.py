@@ -336,8 +336,8 @@ class RestartPolicy:
 
 
 _PEER_FAILURE_GRACE_S = 0.5
-"""How long after the death of the peer that caused it a traceback may arrive. With less, a lost peer would count as an
-error of the script, which ends the job; more delays the end of a job whose script is wrong."""
+"""How long after a peer's death a traceback that it causes may arrive. With less, a lost peer would count as an error
+of the script, which ends the job; more delays the end of a job whose script is wrong."""
 _LEASE_GRACE_S = 1.0
 """How long, beyond a lease's length, other agents may need to see that a node is gone."""
 

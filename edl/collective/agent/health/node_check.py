@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -158,7 +159,7 @@ for silent partners until their own deadline."""
 
 
 _KILL_TIMEOUT_S: Final = 10.0
-"""How long a killed probe may take to end. One that hangs in the kernel longer makes the check fail."""
+"""How long a killed probe may take to end. One that hangs in the kernel longer makes this node faulty."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,10 @@ def _run_process(task: Mapping[str, Any], deadline: float, raise_if_stopping: Ca
     finally:
         late = not output.done()
         process.kill()
-    said, errors = output.result(_KILL_TIMEOUT_S)
+    try:
+        said, errors = output.result(_KILL_TIMEOUT_S)
+    except FutureTimeoutError:
+        return {"error": f"the probe still hangs {_KILL_TIMEOUT_S:g} s after SIGKILL, perhaps in a driver"}
     reported: dict[str, Any] = {}
     for line in said.splitlines(keepends=True):
         if line.startswith(b"{") and line.endswith(b"\n"):  # NCCL may write lines of its own (NCCL_DEBUG)
@@ -285,9 +289,8 @@ def _run_process(task: Mapping[str, Any], deadline: float, raise_if_stopping: Ca
     if process.returncode and "reduce_s" not in reported:
         step = "meet and reduce" if "compute_s" in reported else "compute"
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        reported["error"] = f"could not {step}: " + (
-            last if last and not late else f"not done within {task['timeout_s']:.3g} s"
-        )
+        ended = last or f"the probe ended with status {process.returncode}"
+        reported["error"] = f"could not {step}: " + (f"not done within {task['timeout_s']:.3g} s" if late else ended)
     return reported
 
 

@@ -152,7 +152,7 @@ class PeerConnections:
                 if proven:
                     refusals += 1
                     retry_s = _REFUSED_RETRY_S
-            except (OSError, asyncio.TimeoutError, UnicodeError) as exc:  # UnicodeError: an invalid host name
+            except (OSError, asyncio.TimeoutError, ValueError) as exc:  # ValueError: an invalid host name
                 logger.debug("no connection to the agent of %s at %s:%d: %r", node, *address, exc)
                 refusals = 0
             else:

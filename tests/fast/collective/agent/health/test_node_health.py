@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import queue
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -216,6 +218,26 @@ def test_silent_node_is_named(store: discovery.Store, monkeypatch: pytest.Monkey
         {"world_size": 1} | ({} if silent else met) | {"timeout_s": 0},
         {"world_size": 1, "timeout_s": 0},
     ]
+
+
+@pytest.mark.parametrize(
+    ("hangs", "words"), [(True, "hangs"), (False, "could not compute: the probe ended with status -11")]
+)
+def test_dead_or_undying_probe_is_a_fault(monkeypatch: pytest.MonkeyPatch, hangs: bool, words: str) -> None:
+    """SIGKILL does not end a process that waits for a driver; SIGSEGV leaves no words."""
+    killed = threading.Event()
+
+    def communicate() -> tuple[bytes, bytes]:
+        if hangs:
+            killed.wait(DEADLINE_S)
+        return b"", b""
+
+    process = SimpleNamespace(communicate=communicate, kill=lambda: None, returncode=-11)
+    monkeypatch.setattr(node_check.subprocess, "Popen", lambda *_, **__: process)
+    monkeypatch.setattr(node_check, "_KILL_TIMEOUT_S", 0.01)
+    reported = node_check._run_process({"timeout_s": 1.0}, 0.0 if hangs else math.inf, lambda: None)
+    killed.set()
+    assert words in reported["error"]
 
 
 def test_waiting_nodes_are_checked_together(store: discovery.Store, monkeypatch: pytest.MonkeyPatch) -> None:

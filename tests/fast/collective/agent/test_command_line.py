@@ -125,7 +125,7 @@ def test_nobody_joins_a_job_without_a_name(folders: tuple[Path, Path]) -> None:
         alone = _launch(parse_options([script], None), {}, "sqlite:///store", stack)
         named = _launch(parse_options(["--rdzv-id", "run-1", script], None), {}, "sqlite:///store", stack)
         assert (alone.resumable, named.resumable) == (False, True)
-        with pytest.raises(SettingsError, match="no other can join"):
+        with pytest.raises(SettingsError, match="no other node can join"):
             _launch(parse_options(["--rdzv-id", alone.job, script], None), {}, "sqlite:///store", stack)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +117,8 @@ def test_whoever_gives_a_state_has_it(offers: list[list[SlotHeader]]) -> None:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[WorkerStatusPage]:
-    board = WorkerStatusPage.create(tmp_path / "board")
-    yield board
-    board.close()
+def agent(tmp_path: Path) -> WorkerStatusPage:
+    return WorkerStatusPage.create(tmp_path / "board")
 
 
 def worker(tmp_path: Path, state: State, **settings: float) -> Checkpointer:
@@ -229,7 +226,7 @@ def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: WorkerStatusPage)
 def test_restore_before_the_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = Checkpointer(State(step=-1))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SettingsError, match=r"one of 2 workers.*call init_process_group\(\)"):
+    with pytest.raises(SettingsError, match=r"2 workers, but no process group: call init_process_group\(\)"):
         checkpointer.restore()
     with pytest.raises(SettingsError, match=r"call init_process_group\(\)"):
         checkpointer.save(0, force=True)

@@ -8,17 +8,17 @@ connections to a pod into one log, without gaps or repetitions. `PhaseObserver` 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import queue
 import re
 import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from edl.background import start_call
 from edl.backoff import Backoff
@@ -29,9 +29,9 @@ from edl.dashboard.state.cluster import decode_workload
 from edl.dashboard.state.schema import KubernetesWorkload
 from edl.errors import ClosedError, EDLError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
-from edl.kube.objects import Object
+from edl.kube.objects import Object, format_time, read_time
 from edl.kube.resource_types import PODS
-from edl.master.kube.members.naming import INDEX_LABEL, ROLE_LABEL, TRY_LABEL
+from edl.master.kube.members.pods import MemberPod, read_member_pods
 
 FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
 """Phases after which there is no further output; a rejected resource remains rejected until its spec changes."""
@@ -42,9 +42,7 @@ _REFUSALS: Final = ("ObjectRefused", "AccessDenied")
 end. A job that is Pending with an unusable spec continues with its previous spec."""
 _REFUSED_S: Final = 120.0
 """How long a refusal may last before it counts: admission or a Role may still be being set up."""
-_CONTAINER: Final = "edl"
-_STAMP: Final = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d{1,9})?(Z|[+-]\d\d:\d\d) ?")
-_OVERLAP: Final = timedelta(seconds=1)
+_OVERLAP_S: Final = 1
 """Overlap of two connections: lines of a container's two streams may be stored out of time order."""
 _MAX_LINE: Final = 1024 * 1024
 """Maximum length of a line in bytes. A longer one, which may never end, is shown in parts."""
@@ -149,14 +147,14 @@ class LineCutter:
 
     def __init__(self) -> None:
         self._rest = b""
-        self._last: datetime | None = None
-        self._recent: deque[tuple[datetime, bytes]] = deque()
+        self._last_s: int | None = None
+        self._recent: deque[tuple[int, bytes]] = deque()
         self._known: Counter[bytes] = Counter()
 
     @property
     def since(self) -> str:
         """Time shortly before the last line, from which to continue; empty before the first line."""
-        return "" if self._last is None else (self._last - _OVERLAP).isoformat().replace("+00:00", "Z")
+        return "" if self._last_s is None else format_time(self._last_s - _OVERLAP_S)
 
     def restart(self) -> None:
         """Expect the log from `since` on, in a new connection."""
@@ -183,23 +181,17 @@ class LineCutter:
         if self._known[line] > 0:
             self._known[line] -= 1
             return
-        found = _STAMP.match(line)
-        second = _parse_second(found) if found is not None else None
-        if found is None or second is None:  # the rest of a line that was too long, or a message of the API server
+        stamp, _, text = line.partition(b" ")
+        time_s = read_time(stamp.decode(errors="replace"))
+        if time_s is None:  # the rest of a line that was too long, or a message of the API server
             yield line
             return
-        self._last = second if self._last is None else max(self._last, second)
+        second = int(time_s)
+        self._last_s = second if self._last_s is None else max(self._last_s, second)
         self._recent.append((second, line))
-        while self._recent[0][0] < self._last - _OVERLAP:
+        while self._recent[0][0] < self._last_s - _OVERLAP_S:
             self._recent.popleft()
-        yield line[found.end() :]
-
-
-def _parse_second(stamp: re.Match[bytes]) -> datetime | None:
-    try:
-        return datetime.fromisoformat((stamp[1] + stamp[2].replace(b"Z", b"+00:00")).decode())
-    except ValueError:  # the 31st of February
-        return None
+        yield text
 
 
 def terminal_safe(text: str) -> str:
@@ -213,99 +205,32 @@ def terminal_safe(text: str) -> str:
 # --- Pods ---
 
 
-@dataclass(frozen=True)
-class MemberPodLog:
-    """A pod of a member, such as "worker-0".
-
-    `started`: the container is running or has run; `ended`: it has ended for good; `detail`: why it has not started.
-    """
-
-    member: str
-    pod: str
-    uid: str
-    container: str
-    attempt: int
-    role: str
-    index: int
-    started: bool
-    ended: bool
-    detail: str = ""
+def select_pods(pods: Iterable[MemberPod], *, previous: bool = False) -> list[MemberPod]:
+    """Return the newest pod of each member, or the one before it of each member that has one."""
+    by_member: dict[str, list[MemberPod]] = defaultdict(list)
+    for pod in pods:
+        by_member[pod.key].append(pod)
+    return [found[-2] if previous else found[-1] for found in by_member.values() if len(found) > previous]
 
 
-def read_pod(pod: Mapping[str, Any]) -> MemberPodLog | None:
-    """Read a pod; None if it belongs to no member."""
-    metadata, spec, status = (_record(pod.get(name)) for name in ("metadata", "spec", "status"))
-    labels = _record(metadata.get("labels"))
-    role, index = labels.get(ROLE_LABEL), str(labels.get(INDEX_LABEL))
-    names = [str(_record(item).get("name")) for item in spec.get("containers") or ()]
-    if not role or not index.isdigit() or not names:
-        return None
-    container = _CONTAINER if _CONTAINER in names else names[0]
-    attempt = str(labels.get(TRY_LABEL) or 0)
-    phase = status.get("phase")
-    statuses = map(_record, status.get("containerStatuses") or ())
-    found: Mapping[str, Any] = next((item for item in statuses if item.get("name") == container), {})
-    state = _record(found.get("state"))
-    waiting = _record(state.get("waiting"))
-    return MemberPodLog(
-        member=f"{role}-{index}",
-        pod=str(metadata.get("name")),
-        uid=str(metadata.get("uid")),
-        container=container,
-        attempt=int(attempt) if attempt.isdigit() else 0,
-        role=str(role),
-        index=int(index),
-        started="running" in state or "terminated" in state or "terminated" in _record(found.get("lastState")),
-        ended=phase in ("Succeeded", "Failed"),
-        detail=str(waiting.get("reason") or status.get("reason") or phase or ""),
-    )
+def _has_started(pod: MemberPod) -> bool:
+    return pod.started_s is not None or bool(pod.container_end)
 
 
-def sort_pods(pods: Iterable[Mapping[str, Any]], role: str | None, index: int | None) -> list[MemberPodLog]:
-    """Return members' pods, by role, index and attempt."""
-    found = [item for item in map(read_pod, pods) if item is not None]
-    kept = [item for item in found if role in (None, item.role) and index in (None, item.index)]
-    return sorted(kept, key=lambda item: (item.role, item.index, item.attempt))
+def _list_pods(client: KubeClient, target: Target, member: str | None) -> list[MemberPod]:
+    """Return a job's or pool's pods, or those of a member, by role, index and attempt."""
+    pods, _ = read_member_pods(list_pods(client, target), target.uid)
+    return [pod for pod in pods if member in (None, pod.key)]
 
 
-def select_present(pods: Iterable[MemberPodLog]) -> list[MemberPodLog]:
-    """Return the newest pod of every member."""
-    return list({item.member: item for item in pods}.values())
-
-
-def select_previous(pods: Iterable[MemberPodLog]) -> list[MemberPodLog]:
-    """Return the second newest pod of every member that has one."""
-    newest: dict[str, MemberPodLog] = {}
-    before: dict[str, MemberPodLog] = {}
-    for item in pods:
-        if item.member in newest:
-            before[item.member] = newest[item.member]
-        newest[item.member] = item
-    return list(before.values())
-
-
-def _record(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-Write: TypeAlias = Callable[[MemberPodLog, bytes], None]
-"""Takes a pod and a line without its line end."""
+Write: TypeAlias = Callable[[str, bytes], None]
+"""Takes a member, such as "worker-0", and a line without its line end."""
 
 
 class PodLog:
-    """Follows the log of a pod to its end, and reconnects if needed without repeating lines.
+    """Reads the log of a pod; calls `write` and `note` in the thread that reads."""
 
-    `run` needs its own thread, in which it calls `write` and `note`.
-    """
-
-    def __init__(
-        self,
-        client: KubeClient,
-        pod: MemberPodLog,
-        tail_lines: int | None,
-        write: Write,
-        note: Note,
-    ) -> None:
+    def __init__(self, client: KubeClient, pod: MemberPod, tail_lines: int | None, write: Write, note: Note) -> None:
         self._client = client
         self.pod = pod
         self._tail_lines = tail_lines
@@ -318,17 +243,17 @@ class PodLog:
         """Stop reading, no later than the end of the connection."""
         self._stopping.set()
 
-    def run(self) -> None:
-        """Follow until the container has ended, the pod is gone, or `stop` is called."""
+    def follow(self) -> None:
+        """Follow until the container has ended, the pod is gone, or `stop` is called. Reconnect without repetitions."""
         backoff = Backoff(0.2, 5.0, jitter=0.3)
         trouble = ""
         while not self._stopping.is_set():
             try:
                 began = time.monotonic()
-                lines = self._read()
+                lines = self.read(follow=True)
                 if self._is_over():
                     # Lines between the connection's end and the container's.
-                    self._read()
+                    self.read(follow=True)
                     return
                 trouble = ""
                 if lines or time.monotonic() - began >= _SHORT_S:
@@ -340,49 +265,54 @@ class PodLog:
                     return
                 if str(exc) != trouble:
                     trouble = str(exc)
-                    self._note(f"{self.pod.member}: {trouble}; trying again")
+                    self._note(f"{self.pod.key}: {trouble}; trying again")
                 self._stopping.wait(backoff.next_wait_s())
             except ClosedError:
                 return
 
-    def _read(self) -> int:
-        """Read until the connection ends; return how many lines were new."""
+    def read(self, *, follow: bool) -> int:
+        """Read the log up to now, or until the connection ends; return how many lines were new."""
         count = 0
         self._lines.restart()
         since = self._lines.since
         pieces = self._client.read_log(
-            self.pod.pod,
+            self.pod.name,
             container=self.pod.container,
-            follow=True,
+            follow=follow,
             tail_lines=None if since else self._tail_lines,
             since_time=since,
             timestamps=True,
-            deadline_s=_CONNECTION_S,
+            deadline_s=_CONNECTION_S if follow else None,
         )
         for piece in pieces:
             for line in self._lines.cut(piece):
-                self._write(self.pod, line)
+                self._write(self.pod.key, line)
                 count += 1
             if self._stopping.is_set():
                 break
-        # An unfinished line at a connection's end may be half a line: the next connection repeats it.
+        if not follow:  # an unfinished line at a connection's end may be half a line: the next one repeats it
+            for line in self._lines.end():
+                self._write(self.pod.key, line)
         return count
 
     def _is_over(self) -> bool:
         """Return whether the container has ended for good."""
         try:
-            found = self._client.get(PODS, self.pod.pod)
+            found = self._client.get(PODS, self.pod.name)
         except KubernetesError:
             return False
-        now = read_pod(found) if found is not None else None
-        return now is None or now.uid != self.pod.uid or now.ended
+        return (
+            found is None
+            or found["metadata"].get("uid") != self.pod.uid
+            or (found.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+        )
 
 
 # --- All members at once ---
 
 
 class LogFollower:
-    """Follows the logs of a job or pool: all members, or only those of a `role` and `index`.
+    """Follows the logs of a job or pool: of all members, or only of `member`.
 
     `write` and `note` are called in the caller's thread. Without `write`, it reads no log and only waits for the end.
     `pools` are those that the job needs: `note` is told if their teachers do not start.
@@ -395,8 +325,7 @@ class LogFollower:
         write: Write | None,
         note: Note,
         *,
-        role: str | None = None,
-        index: int | None = None,
+        member: str | None = None,
         tail_lines: int | None = None,
         pools: Sequence[Target] = (),
     ) -> None:
@@ -405,8 +334,9 @@ class LogFollower:
         self._pools = pools
         self._write = write
         self._note = note
-        self._role, self._index, self._tail_lines = role, index, tail_lines
-        self._waiting: queue.Queue[tuple[MemberPodLog | None, bytes]] = queue.Queue(_MAX_WAITING)
+        self._member = member
+        self._tail_lines = tail_lines
+        self._waiting: queue.Queue[Callable[[], None]] = queue.Queue(_MAX_WAITING)
         self._readers: dict[str, tuple[PodLog, Future[None]]] = {}
         self._phases = PhaseObserver(target, note)
         self._trouble = ""
@@ -433,8 +363,7 @@ class LogFollower:
                     self._drain()
                     self._raise_readers_errors()
                     return phase
-                left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
-                self._write_for(left_s)
+                self._write_for(_LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic()))
             return ""
         finally:
             for reader, _ in self._readers.values():
@@ -446,7 +375,7 @@ class LogFollower:
         target = self._target
         try:
             found = self._client.get(target.type, target.name)
-            listed = list_pods(self._client, target) if self._write is not None else []
+            pods = _list_pods(self._client, target, self._member) if self._write is not None else []
             for pool in self._pools:
                 namespace = pool.resource["metadata"]["namespace"]
                 self._phases.check_pool(pool, self._client.get(pool.type, pool.name, namespace))
@@ -458,22 +387,32 @@ class LogFollower:
         if self._trouble:
             self._note("the API server responds again")
             self._trouble = ""
-        pods = sort_pods(listed, self._role, self._index)
-        present = {item.uid for item in pods}
+        present = {pod.uid for pod in pods}
         for uid, (reader, _) in self._readers.items():
             if uid not in present:
                 reader.stop()
-        for item in pods:
-            if item.started and item.uid not in self._readers:
-                if any(reader.pod.member == item.member for reader, _ in self._readers.values()):
-                    self._note(f"{item.member}: continues in pod {item.pod}")
-                reader = PodLog(self._client, item, self._tail_lines, self._put, self._put_note)
-                self._readers[item.uid] = reader, start_call(f"edl-log-{item.member}", reader.run)
-        for item in select_present(pods):
-            if not item.started and item.uid not in self._late:
-                self._late.add(item.uid)
-                self._note(f"{item.member}: pod {item.pod} has not started yet ({item.detail})")
+        for pod in pods:
+            if _has_started(pod) and pod.uid not in self._readers:
+                self._follow(pod)
+        for pod in select_pods(pods):
+            if not _has_started(pod) and pod.uid not in self._late:
+                self._late.add(pod.uid)
+                self._note(f"{pod.key}: pod {pod.name} has not started yet ({_describe_wait(pod)})")
         return self._phases.check(found)
+
+    def _follow(self, pod: MemberPod) -> None:
+        if any(reader.pod.key == pod.key for reader, _ in self._readers.values()):
+            self._note(f"{pod.key}: continues in pod {pod.name}")
+
+        def write(member: str, line: bytes) -> None:
+            if self._write is not None:
+                self._waiting.put(functools.partial(self._write, member, line))
+
+        def note(words: str) -> None:
+            self._waiting.put(functools.partial(self._note, words))
+
+        reader = PodLog(self._client, pod, self._tail_lines, write, note)
+        self._readers[pod.uid] = reader, start_call(f"edl-log-{pod.key}", reader.follow)
 
     def _raise_readers_errors(self) -> None:
         """Raise an error that ended a reader: it retries temporary errors, so this one is permanent."""
@@ -481,42 +420,27 @@ class LogFollower:
             if future.done():
                 future.result()
 
-    def _put(self, pod: MemberPodLog | None, line: bytes) -> None:
-        self._waiting.put((pod, line))
-
-    def _put_note(self, words: str) -> None:
-        self._waiting.put((None, words.encode()))
-
     def _write_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while (left_s := end - time.monotonic()) > 0:
-            try:
-                self._write_line(*self._waiting.get(timeout=left_s))
-            except queue.Empty:
-                return
-
-    def _write_line(self, pod: MemberPodLog | None, line: bytes) -> None:
-        if pod is None:
-            self._note(line.decode(errors="replace"))
-        elif self._write is not None:
-            self._write(pod, line)
+        with contextlib.suppress(queue.Empty):
+            while (left_s := end - time.monotonic()) > 0:
+                self._waiting.get(timeout=left_s)()
 
     def _drain(self) -> None:
         """Write the readers' remaining lines, and print a note if that takes too long."""
         end = time.monotonic() + _DRAIN_S
-        while True:
-            open_members = sorted(reader.pod.member for reader, future in self._readers.values() if not future.done())
-            left_s = end - time.monotonic()
-            if open_members and left_s <= 0:
+        while names := sorted(reader.pod.key for reader, future in self._readers.values() if not future.done()):
+            if time.monotonic() >= end:
                 words = "not waiting for the rest of their logs; `edl logs` shows it"
-                self._note(f"{', '.join(open_members)} may still write: {words}")
+                self._note(f"{', '.join(names)} may still write: {words}")
                 return
-            try:
-                # When all readers are done, the queue contains all remaining lines.
-                self._write_line(*self._waiting.get(timeout=min(0.1, left_s) if open_members else 0.0))
-            except queue.Empty:
-                if not open_members:
-                    return
+            self._write_for(0.1)
+        while not self._waiting.empty():  # all readers are done, so it contains all remaining lines
+            self._waiting.get()()
+
+
+def _describe_wait(pod: MemberPod) -> str:
+    return pod.unschedulable or pod.waiting or pod.phase
 
 
 # --- The command ---
@@ -542,14 +466,14 @@ class LogScreen:
         self._terminal = sys.stdout.isatty()
         self._numbers: dict[str, int] = {}
 
-    def write(self, pod: MemberPodLog, line: bytes) -> None:
-        """Write a line, given without its line end."""
+    def write(self, member: str, line: bytes) -> None:
+        """Write a line of a member, given without its line end."""
         text = line.decode(errors="replace")
         if self._terminal:
             text = terminal_safe(text)
         if self._prefix:
-            number = self._numbers.setdefault(pod.member, len(self._numbers))
-            name = f"{printable(pod.member):<9}"
+            number = self._numbers.setdefault(member, len(self._numbers))
+            name = f"{printable(member):<9}"
             if self._terminal:
                 name = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{name}\x1b[0m"
             text = f"{name} | {text}"
@@ -579,59 +503,49 @@ def main(argv: Sequence[str]) -> int:
         raise SettingsError("--previous: pods that have ended cannot be followed; omit -f")
     if options.master and options.worker is not None:
         raise SettingsError("--master and --worker cannot be combined")
-    role = "master" if options.master else None
+    member = "master-0" if options.master else None
     with open_cluster(options) as client:
         target = find_target(client, options.name)
         if options.worker is not None:
-            role = "worker" if target.kind == "job" else "teacher"
-        screen = LogScreen(prefix=options.worker is None and not options.master)
-        if options.follow:
-            index, tail = options.worker, options.tail
-            follower = LogFollower(client, target, screen.write, screen.note, role=role, index=index, tail_lines=tail)
-            phase = follower.run()
-            screen.note(f"{target}: {phase}")
-            return 0
-        return 0 if _show(client, target, role, options, screen) else 1
+            member = f"{'worker' if target.kind == 'job' else 'teacher'}-{options.worker}"
+        screen = LogScreen(prefix=member is None)
+        if not options.follow:
+            return 0 if _show(client, target, member, options, screen) else 1
+        follower = LogFollower(client, target, screen.write, screen.note, member=member, tail_lines=options.tail)
+        screen.note(f"{target}: {follower.run()}")
+        return 0
 
 
-def _show(client: KubeClient, target: Target, role: str | None, options: argparse.Namespace, screen: LogScreen) -> bool:
+def _show(
+    client: KubeClient, target: Target, member: str | None, options: argparse.Namespace, screen: LogScreen
+) -> bool:
     """Show current logs; return whether all could be read."""
     whole = True
-    pods = sort_pods(list_pods(client, target), role, options.worker)
-    selected = select_previous(pods) if options.previous else select_present(pods)
+    selected = select_pods(_list_pods(client, target, member), previous=options.previous)
     for pod in selected:
-        lines = LineCutter()
         try:
-            for piece in client.read_log(pod.pod, container=pod.container, tail_lines=options.tail, timestamps=True):
-                for line in lines.cut(piece):
-                    screen.write(pod, line)
-            for line in lines.end():
-                screen.write(pod, line)
+            PodLog(client, pod, options.tail, screen.write, screen.note).read(follow=False)
         except KubernetesError as exc:  # perhaps the pod's node is down; show the other logs
-            screen.note(f"{pod.member}: {exc}")
+            screen.note(f"{pod.key}: {exc}")
             whole = False
         except InvalidObjectError as exc:
-            screen.note(f"{pod.member}: {exc}" if pod.started else f"{pod.member}: has not started ({pod.detail})")
+            screen.note(f"{pod.key}: {exc if _has_started(pod) else f'has not started ({_describe_wait(pod)})'}")
     if options.previous:
-        _show_recorded(target, role, options.worker, {pod.member for pod in selected}, screen)
+        _show_recorded(target, member, {pod.key for pod in selected}, screen)
     elif not selected:
         raise EDLError(f"{target} has no such pods now; its phase and its last ends are in `edl status {target.name}`")
     return whole
 
 
-def _show_recorded(target: Target, role: str | None, index: int | None, shown: set[str], screen: LogScreen) -> None:
+def _show_recorded(target: Target, member: str | None, shown: set[str], screen: LogScreen) -> None:
     """Show the last messages that the operator recorded for deleted pods."""
-    members = target.resource.get("status", {}).get("members") or {}
-    for member, record in members.items():
-        its_role, _, its_index = member.rpartition("-")
-        wanted = role in (None, its_role) and (index is None or its_index == str(index))
-        end = record.get("lastEnd") if isinstance(record, dict) else None
-        if member in shown or not wanted or not isinstance(end, dict):
+    for found in decode_workload(target.kind, target.resource).members:
+        end = found.last_end
+        if end is None or found.name in shown or member not in (None, found.name):
             continue
-        screen.note(f"{member}: its last pod is gone; it ended by {end.get('cause') or 'an unknown cause'}, saying:")
-        pod = MemberPodLog(member, str(end.get("pod") or ""), "", "", 0, its_role, 0, True, True)
-        for line in str(end.get("message") or "(nothing)").splitlines():
-            screen.write(pod, line.encode(errors="replace"))
-        shown.add(member)
+        shown.add(found.name)
+        screen.note(f"{found.name}: its last pod is gone; it ended by {end.cause or 'an unknown cause'}, saying:")
+        for line in (end.message or "(nothing)").splitlines():
+            screen.write(found.name, line.encode())
     if not shown:
         screen.note(f"{target}: no member has had a previous pod")

@@ -112,6 +112,7 @@ class MemberPod:
 
     Attributes:
         try_number: number of the attempt among the member's pods, from 0.
+        container: name of its main container.
         phase: `status.phase`; `Pending` before one is written.
         ready_s: since when it is ready.
         restarts: how often its main container was restarted.
@@ -132,6 +133,7 @@ class MemberPod:
     index: int
     try_number: int
     uid: str
+    container: str = ""
     phase: str = "Pending"
     ready: bool = False
     scheduled: bool = False
@@ -241,6 +243,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
         index=index,
         try_number=try_number,
         uid=uid,
+        container=main,
         phase=phase,
         ready=is_ready,
         ready_s=_read_time(ready.get("lastTransitionTime")) if is_ready else None,

@@ -20,7 +20,7 @@ from rich.console import Console, RenderableType
 
 from edl.background import start_call
 from edl.cli.kube import logs, submit
-from edl.cli.kube.logs import LineCutter, LogFollower, PodLog, read_pod, sort_pods, terminal_safe
+from edl.cli.kube.logs import LineCutter, LogFollower, PodLog, select_pods, terminal_safe
 from edl.cli.kube.workload_status import (
     WorkloadLook,
     WorkloadStatus,
@@ -38,6 +38,7 @@ from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
+from edl.master.kube.members.pods import read_member_pods
 from tests.fast.kube.conftest import write_kubeconfig
 from tests.fast.kube.server import ApiServer, Reply, Request
 
@@ -354,40 +355,27 @@ def test_terminal_is_safe() -> None:
     assert terminal_safe("10%\r50%\r100%\r") == "100%"
 
 
-def member_pod(index: int, attempt: int, phase: str = "Running", **status: Any) -> dict[str, Any]:
-    labels = {"edl.io/role": "worker", "edl.io/index": str(index), "edl.io/try": str(attempt)}
+def member_pod(index: int, attempt: int = 0, phase: str = "Running") -> Object:
+    labels = {"edl.io/role": "worker", "edl.io/index": str(index), "edl.io/try": str(attempt), "edl.io/owner-uid": "u"}
+    name = f"a-worker-{index}-{attempt}"
+    owners = [{"uid": "u", "controller": True}]
+    running = {"name": "edl", "state": {"running": {"startedAt": "2026-01-31T12:00:00Z"}}}
     return {
-        "metadata": {"name": f"a-worker-{index}-{attempt}", "uid": f"{index}-{attempt}", "labels": labels},
-        "spec": {"containers": [{"name": "side"}, {"name": "edl"}]},
-        "status": {"phase": phase, **status},
+        "metadata": {"name": name, "uid": name, "labels": labels, "ownerReferences": owners},
+        "spec": {"containers": [{"name": "side"}, {"name": "edl"}], "nodeName": "node1"},
+        "status": {"phase": phase, "containerStatuses": [running] if phase == "Running" else []},
     }
 
 
 def test_pods_are_chosen() -> None:
-    running = {"containerStatuses": [{"name": "side", "state": {}}, {"name": "edl", "state": {"running": {}}}]}
-    pods = [
-        member_pod(10, 0),
-        member_pod(2, 1, **running),
-        member_pod(2, 0, "Failed"),
-        member_pod(2, 10, "Pending"),
-        {"metadata": {}, "spec": None},
-    ]
-    found = sort_pods(pods, None, None)
-    assert [item.pod for item in found] == [f"a-worker-{end}" for end in ("2-0", "2-1", "2-10", "10-0")]
-    assert found[1].started
-    assert found[1].container == "edl"
-    assert found[0].ended
-    assert [item.attempt for item in logs.select_present(found)] == [10, 0]
-    assert [(item.member, item.attempt) for item in logs.select_previous(found)] == [("worker-2", 1)]
-    assert sort_pods(pods, "teacher", None) == []
-    assert [item.index for item in sort_pods(pods, "worker", 10)] == [10]
+    pods = [member_pod(10), member_pod(2, 1), member_pod(2, 0, "Failed"), member_pod(2, 10, "Pending")]
+    found, _ = read_member_pods(pods, "u")
+    assert {item.container for item in found} == {"edl"}
+    assert [item.name for item in select_pods(found)] == ["a-worker-2-10", "a-worker-10-0"]
+    assert [item.name for item in select_pods(found, previous=True)] == ["a-worker-2-1"]
 
 
-POD: Object = {
-    "metadata": {"name": "p", "uid": "p", "labels": {"edl.io/role": "worker", "edl.io/index": "0"}},
-    "spec": {"containers": [{"name": "edl"}]},
-    "status": {"phase": "Running", "containerStatuses": [{"name": "edl", "state": {"running": {}}}]},
-}
+POD = member_pod(0)
 
 JOB: Object = {"metadata": {"name": "a", "namespace": "n", "uid": "u"}, "spec": {}, "status": {"phase": "Running"}}
 
@@ -488,13 +476,12 @@ class Pauses(threading.Event):
 def test_crashed_container_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a container that waits to be restarted, the kubelet sends the last log at once, also to those who follow."""
     cluster = FakeCluster(lambda: iter([b"2026-01-31T12:00:00Z line\n"]))
-    pod = read_pod(POD)
-    assert pod is not None
+    (pod,), _ = read_member_pods([POD], "u")
     lines: list[bytes] = []
-    reader = PodLog(cast(KubeClient, cluster), pod, None, lambda pod, line: lines.append(line), lambda words: None)
+    reader = PodLog(cast(KubeClient, cluster), pod, None, lambda member, line: lines.append(line), lambda words: None)
     pauses = Pauses()
     monkeypatch.setattr(reader, "_stopping", pauses)
-    reader.run()
+    reader.follow()
     assert lines == [b"line"]
     assert (cluster.connections, len(pauses.seconds)) == (5, 4)
     assert 0.1 < pauses.seconds[0] < pauses.seconds[2] < pauses.seconds[3]
@@ -503,11 +490,7 @@ def test_crashed_container_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> 
 def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answers = [refuse(KubernetesError("dial tcp: no route to host")), lambda: iter([b"2026-01-31T12:00:00Z second\n"])]
     cluster = FakeCluster(lambda: answers.pop(0)())
-    other = {
-        **POD,
-        "metadata": {**POD["metadata"], "name": "q", "labels": {"edl.io/role": "worker", "edl.io/index": "1"}},
-    }
-    monkeypatch.setattr(logs, "list_pods", lambda client, target: [POD, other])
+    monkeypatch.setattr(logs, "list_pods", lambda client, target: [POD, member_pod(1)])
     monkeypatch.setattr(logs, "find_target", lambda client, name: Target("job", "a", JOB))
     monkeypatch.setattr(logs, "open_cluster", lambda options: contextlib.nullcontext(cluster))
     assert logs.main(["a"]) == 1

@@ -78,7 +78,6 @@ _COMMANDS = {
     "status": ("edl.cli.status", "A job's members, progress and lost time; on Kubernetes also what it waits for"),
     "report": ("edl.cli.report", "Draws a job: what its nodes did and when, its progress, and its goodput"),
     "dashboard": ("edl.cli.servers:dashboard", "A web page with all jobs, teachers and shards in a store"),
-    "bench": ("edl.cli.bench", "Measures how fast labels reach a student here"),
     "submit": ("edl.cli.kube.submit", "Starts an elastic job on Kubernetes, optionally with teachers"),
     "jobs": ("edl.cli.kube.workloads:jobs", "Jobs and pools in a Kubernetes cluster"),
     "logs": ("edl.cli.kube.logs", "The logs of a job's or pool's members on Kubernetes"),

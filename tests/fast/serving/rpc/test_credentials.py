@@ -177,7 +177,6 @@ COMMANDS = [
     ["serve", "--callable", "a:b", "--model", "m"],
     ["register", "127.0.0.1:1", "--model", "m"],
     ["label", "x.npz", "--inputs", "x", "--outputs", "y", "--output", "z", "--teachers", "127.0.0.1:1"],
-    ["bench", "reader", "--teachers", "127.0.0.1:1"],
 ]
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -220,27 +220,19 @@ class ModelPair:
         self.distilled = student()
         self.distilled.load_state_dict(self.alone.state_dict())
         self._temperature = temperature
-        self._learners = [_Learner(model, steps) for model in (self.alone, self.distilled)]
+        # One optimizer for both: no parameter has a gradient from the other student's loss.
+        self._optimizer = torch.optim.Adam([*self.alone.parameters(), *self.distilled.parameters()])
+        self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, 2e-2, total_steps=steps)
 
     def step(self, images: Tensor, labels: Tensor, logits: Tensor) -> tuple[float, float]:
         """Take an optimizer step for both; return their losses."""
         hard = F.cross_entropy(self.alone(images), labels)
         soft = kl_divergence(self.distilled(images), logits, temperature=self._temperature)
-        for learner, loss in zip(self._learners, (hard, soft), strict=True):
-            learner.step(loss)
-        return hard.item(), soft.item()
-
-
-class _Learner:
-    def __init__(self, model: nn.Module, steps: int) -> None:
-        self._optimizer = torch.optim.Adam(model.parameters())
-        self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, 2e-2, total_steps=steps)
-
-    def step(self, loss: Tensor) -> None:
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        (hard + soft).backward()
         self._optimizer.step()
         self._schedule.step()
+        return hard.item(), soft.item()
 
 
 # --- Checking the delivered samples ---
@@ -249,20 +241,8 @@ class _Learner:
 _TOLERANCE = 1e-3
 
 
-class Delivered:
-    """The rows delivered to the students, in order."""
-
-    def __init__(self, plan: DemoPlan) -> None:
-        self._parts: list[tuple[np.ndarray[Any, Any], ...]] = []
-        self.plan = plan
-
-    def add(self, *fields: np.ndarray[Any, Any]) -> None:
-        """Add a batch: images, labels, sample numbers, logits."""
-        self._parts.append(fields)
-
-    def columns(self) -> tuple[np.ndarray[Any, Any], ...]:
-        """Return all batches, joined."""
-        return tuple(np.concatenate(column) for column in zip(*self._parts, strict=True))
+Delivered: TypeAlias = tuple[np.ndarray[Any, Any], ...]
+"""A batch as it was delivered to the students: images, labels, sample numbers, logits."""
 
 
 @dataclass(frozen=True)
@@ -293,10 +273,9 @@ class Findings:
 
 
 @torch.no_grad()
-def check(delivered: Delivered, digits: Digits, teacher: nn.Module) -> Findings:
-    """Compare with the source, run again, and with the teacher's network, run in this process."""
-    plan = delivered.plan
-    images, labels, numbers, logits = delivered.columns()
+def check(plan: DemoPlan, delivered: Sequence[Delivered], digits: Digits, teacher: nn.Module) -> Findings:
+    """Compare the batches in order with the source, run again, and with the teacher's network, run in this process."""
+    images, labels, numbers, logits = (np.concatenate(column) for column in zip(*delivered, strict=True))
     times = np.bincount(numbers, minlength=plan.total_rows)
     own_images, own_labels, _ = (np.concatenate(column) for column in zip(*batches(digits, plan), strict=True))
     same_image = (images == own_images[numbers]).all(axis=(1, 2, 3))

@@ -9,7 +9,6 @@ import statistics
 import sys
 import tempfile
 import time
-import webbrowser
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -166,7 +165,7 @@ class _Fleet:
 
 @contextmanager
 def _page(discovery: str, screen: Screen) -> Iterator[None]:
-    """Serve the dashboard, print its URL, and open it in a browser if this is a terminal."""
+    """Serve the dashboard, and print its URL."""
     from edl.dashboard.server import DashboardServer, DashboardSettings
 
     with contextlib.ExitStack() as stack:
@@ -174,17 +173,7 @@ def _page(discovery: str, screen: Screen) -> Iterator[None]:
         stack.enter_context(ScalingAdvisor(store))  # advises on the number of teachers, and starts none
         server = stack.enter_context(DashboardServer(DashboardSettings(store=discovery, port=0)))
         screen.step(f"The dashboard runs until the demo ends: {server.url}")
-        if sys.stdout.isatty() and _is_window():
-            webbrowser.open(server.url)
         yield
-
-
-def _is_window() -> bool:
-    """Return whether the browser opens a window: a terminal browser would take over the demo's terminal."""
-    try:
-        return type(webbrowser.get()) is not webbrowser.GenericBrowser
-    except webbrowser.Error:
-        return False
 
 
 # --- An epoch ---
@@ -275,7 +264,7 @@ class _Troubles:
 
 def _train_students(
     plan: DemoPlan, digits: Digits, discovery: str, fleet: _Fleet, screen: Screen
-) -> tuple[list[ModelPair], Delivered, _Timeline, ReaderStats, float]:
+) -> tuple[list[ModelPair], list[Delivered], _Timeline, ReaderStats, float]:
     """Train every seed's two students on the batches of an epoch of `DistillReader`; the seeds take turns.
 
     Only this part is a typical student program; the rest handles the demo's teachers.
@@ -284,7 +273,7 @@ def _train_students(
         The students, the rows delivered to them, the timeline, the reader's counters, and the epoch's duration.
     """
     pairs = [ModelPair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
-    delivered = Delivered(plan)
+    delivered: list[Delivered] = []
     options = Options(credentials=Credentials())  # the demo's teachers need none, whatever the environment says
     reader = DistillReader(ins=["image", None, None], predicts=["logits"], options=options)
     reader.set_dynamic_teacher(discovery, _SERVICE)
@@ -296,7 +285,7 @@ def _train_students(
             for batch, (image, label, number, logits) in enumerate(reader()):
                 pair = pairs[plan.seed_of(batch)]
                 losses.append(pair.step(*(torch.from_numpy(part) for part in (image, label, logits))))
-                delivered.add(image, label, number, logits)
+                delivered.append((image, label, number, logits))
                 troubles.at((batch + 1) / plan.batches)
                 if batch % 10 == 0:
                     stats = reader.stats()
@@ -512,7 +501,7 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
             exit_codes = {name: fleet.exit_code(name) for name in ended}
 
         screen.step("Every sample is checked, and every label compared with the teacher's.")
-        findings = check(delivered, digits, teacher)
+        findings = check(plan, delivered, digits, teacher)
         alone, distilled = (
             tuple(accuracy(model, digits.test_images, digits.test_labels) for model in models)
             for models in zip(*((pair.alone, pair.distilled) for pair in pairs), strict=True)

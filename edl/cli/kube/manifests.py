@@ -42,21 +42,9 @@ _CONTAINER: Final = "edl"
 _GPU: Final = "nvidia.com/gpu"
 _VOLUME: Final = "edl-script"
 _TYPES: Final = {(item.api_version, item.kind): item for item in (ELASTIC_JOBS, TEACHER_POOLS, CONFIG_MAPS)}
-_MAX_BYTES: Final = 8 * 1024 * 1024
-"""Maximum size of a file: Kubernetes accepts objects of some 1.5 MB, and large YAML takes minutes to parse."""
-_MAX_DOCUMENT_BYTES: Final = 2 * 1024 * 1024
-"""Maximum size of a document with its aliases expanded."""
 _PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
 """Strings that every YAML parser reads as strings without quotes. Parsers differ on others: PyYAML reads 1e-3 and y as
 strings, kubectl as a number and a boolean."""
-_MOST_MERGED: Final = 200_000
-"""Maximum number of fields that a file's merges (`<<`) may repeat; no object in Kubernetes has as many."""
-_INT: Final = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
-_FLOAT: Final = re.compile(
-    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-)
-_PREFIXES: Final = {"0b": 2, "0o": 8, "0x": 16}
-_OWN: Final = ("int", "float", "timestamp")
 
 
 # --- Options ---
@@ -372,8 +360,10 @@ def manifest_type(manifest: Mapping[str, Any]) -> ResourceType:
 
 def read_manifests(path: str) -> list[Object]:
     """Read the jobs, pools and ConfigMaps of a file, or of standard input ("-")."""
-    documents = [item for item in _load_all(path) if item is not None]
-    found = [part for item in documents for part in _parts(item)]
+    found: list[Any] = []
+    for item in _load_all(path):
+        is_list = isinstance(item, dict) and item.get("kind") == "List" and isinstance(item.get("items"), list)
+        found += item["items"] if is_list else [] if item is None else [item]
     if not found:
         raise SettingsError(f"{path}: contains no manifest")
     for number, item in enumerate(found, 1):
@@ -407,31 +397,27 @@ def dump_manifests(manifests: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _load_all(path: str) -> list[Any]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        """Reads days as text, as kubectl does."""
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
     try:
-        text = sys.stdin.read(_MAX_BYTES + 1) if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except OSError as exc:
         raise SettingsError(f"{path} cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise SettingsError(f"{path} is not UTF-8 text") from exc
-    if len(text) > _MAX_BYTES:
-        raise SettingsError(f"{path} is larger than {_MAX_BYTES:,} bytes, too large for a manifest")
     try:
-        documents = load_documents(text)
-        for document in documents:
-            nbytes = 0
-            for piece in json.JSONEncoder(allow_nan=False).iterencode(document):  # raises for types JSON lacks
-                nbytes += len(piece)
-                if nbytes > _MAX_DOCUMENT_BYTES:
-                    raise ValueError("its aliases make it too large")
-    except (TypeError, ValueError, RecursionError) as exc:
+        documents = list(yaml.load_all(text, Loader=Loader))
+        json.dumps(documents, allow_nan=False)  # raises for values that JSON lacks
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as exc:
         raise SettingsError(f"{path} is not a YAML manifest: {exc}") from exc
     return documents
-
-
-def _parts(document: Any) -> list[Any]:
-    if isinstance(document, dict) and document.get("kind") == "List" and isinstance(document.get("items"), list):
-        return list(document["items"])
-    return [document]
 
 
 def _check_kind(path: str, number: int, item: Any) -> None:
@@ -447,47 +433,6 @@ def _check_kind(path: str, number: int, item: Any) -> None:
     metadata = item.get("metadata")
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
         raise SettingsError(f"{path}: manifest {number} ({kind[1]}) has no metadata.name")
-
-
-def load_documents(text: str) -> list[Any]:
-    """Read YAML or JSON as kubectl does. PyYAML reads 12:30 as 750, a day as a date, and 1e-3 as a string.
-
-    Raises:
-        ValueError: The text is neither, or its merges would make it huge.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        """Parses go-yaml's numbers and no dates, and limits the fields that merges repeat."""
-
-        merged = 0
-
-        def flatten_mapping(self, node: Any) -> None:
-            """Merge `<<`, whose values may contain merges too."""
-            super().flatten_mapping(node)
-            self.merged += len(node.value)
-            if self.merged > _MOST_MERGED:
-                raise yaml.YAMLError("its aliases make it too large")
-
-    Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in _OWN]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    for tag, pattern in (("int", _INT), ("float", _FLOAT)):
-        whole = re.compile(rf"(?:{pattern.pattern})\Z")
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, list("-+.0123456789"))
-    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _parse_int(loader.construct_scalar(node)))
-    try:
-        return list(yaml.load_all(text, Loader=Loader))
-    except (yaml.YAMLError, RecursionError, AttributeError) as exc:
-        raise ValueError(str(exc)) from exc
-
-
-def _parse_int(spelled: str) -> int:
-    digits = spelled.replace("_", "").lstrip("+-")
-    base = _PREFIXES.get(digits[:2], 8 if digits.startswith("0") and digits != "0" else 10)
-    number = int(digits[2:] if digits[:2] in _PREFIXES else digits, base)
-    return -number if spelled.startswith("-") else number
 
 
 # --- Slips that neither the operator nor the API server refuses ---

@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 
 from edl.cli import main  # noqa: E402
 from edl.cli.demo import models  # noqa: E402
-from edl.cli.demo.models import Delivered, DemoPlan, Digits, Findings, check  # noqa: E402
+from edl.cli.demo.models import DemoPlan, Digits, Findings, check  # noqa: E402
 
 PLAN = DemoPlan(Path("unused"), seeds=2, steps=5, rows=4)
 RIGHT = Findings(checked=40, lost=0, repeated=0, changed=0, mislabelled=0, out_of_order=0, largest_difference=0.0)
@@ -42,10 +42,7 @@ def batches(digits: Digits, teacher: models.Teacher) -> list[Batch]:
 
 
 def found(batches: list[Batch], digits: Digits, teacher: models.Teacher) -> Findings:
-    delivered = Delivered(PLAN)
-    for batch in batches:
-        delivered.add(*batch)
-    return replace(check(delivered, digits, teacher), largest_difference=0.0)
+    return replace(check(PLAN, [tuple(batch) for batch in batches], digits, teacher), largest_difference=0.0)
 
 
 def test_a_faultless_delivery(batches: list[Batch], digits: Digits, teacher: models.Teacher) -> None:

@@ -138,7 +138,7 @@ def parser() -> CommandParser:
     add("--dataset", default="", metavar="TAG", help="tag to tell data sets and augmentations in one folder apart")
     add("--relabel", action="store_true", help="relabel all rows if FOLDER has labels for data other than DATA")
     add("--offsets", metavar="KEY", help="sequences (docs/tokens.md): .npz array with each one's start position")
-    add("--sequences", action="store_true", help="function samples are sequences [tokens] of varying length")
+    add("--sequences", action="store_true", help="the function's samples are sequences [tokens] of varying length")
     batch = "rows per request, or sequences to read at once for requests of 2,048 tokens (default: 32)"
     add("--batch", type=at_least(1), default=32, metavar="ROWS", help=batch)
     add("--workers", type=int, default=0, metavar="N", help="processes that load samples of a Dataset (default: 0)")

@@ -66,7 +66,7 @@ examples:
   edl master stream --data follow:/var/log/events.jsonl --end-marker /var/log/events.end
       a growing file, until the second file exists
   edl master labels --retry-poisoned
-      retries shards given up"""
+      retries the shards that were given up"""
 
 
 def main(argv: Sequence[str]) -> int:

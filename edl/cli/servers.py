@@ -68,7 +68,7 @@ examples:
   edl store --file /var/lib/edl/store.sqlite
       on port 29400 of all addresses; clients: EDL_DISCOVERY=edl://HOST:29400, or --store edl://HOST:29400
   edl store --file store.sqlite --tls-ca ca.pem --tls-cert cert.pem --tls-key key.pem
-      only with a certificate from that CA (set EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY there)"""
+      clients need a certificate from that CA (set EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY for them)"""
 
 _MOST_NBYTES: Final = 256 << 20
 """Maximum total size of all values, in a file on disk. An agent's store is in memory and allows less."""
@@ -354,7 +354,7 @@ def _services_by_name(given: Sequence[str], model: str) -> dict[str, str]:
 _OPERATOR = """\
 Manages the ElasticJobs and TeacherPools in a cluster: creates their pods, replaces those that end, expands onto idle
 GPUs, and releases them. It finds the cluster as kubectl does, or by the service account of the pod that it runs in.
-Normally the chart starts it (serving/kube/chart); on your own machine it does the same, with your rights.
+Normally the chart starts it (serving/kube/chart); on your own machine it does the same, with your permissions.
 
 Its state is all in the resources' status. You can kill it at any moment: pods keep running, and the next operator
 continues from there. A second one does no harm. While the API server is down, it waits.
@@ -378,9 +378,9 @@ def operator(argv: Sequence[str]) -> int:
     """Run `edl operator`."""
     parser = CommandParser("edl operator", _OPERATOR, _OPERATOR_EXAMPLES)
     add = parser.add_argument
-    namespace = "namespace to work on; repeatable (default: the context's, or the pod's own)"
+    namespace = "namespace to manage; repeatable (default: the context's, or the pod's own)"
     add("-n", "--namespace", action="append", default=[], metavar="NAME", help=namespace)
-    add("-A", "--all-namespaces", action="store_true", help="work on all namespaces")
+    add("-A", "--all-namespaces", action="store_true", help="manage all namespaces")
     url = "default store for resources: edl://host:port, consul://host:port or etcd://host:port"
     add("--store", "--discovery", dest="store", metavar="URL", default="", help=url)
     allowed = (
@@ -395,7 +395,7 @@ def operator(argv: Sequence[str]) -> int:
     add("--pod-security", choices=("baseline", "privileged"), default="baseline", help=security)
     accounts = "a service account that templates may name; repeatable (default: none)"
     add("--allow-service-account", action="append", default=[], metavar="[NAMESPACE/]NAME", help=accounts)
-    add("--workers", type=at_least(1), default=4, metavar="N", help="resources worked on at once (default: 4)")
+    add("--workers", type=at_least(1), default=4, metavar="N", help="resources handled at once (default: 4)")
     resync = "look at each resource this often even if nothing happens; less often with hundreds (default: 10m)"
     add("--resync", type=duration(), default=600.0, metavar="TIME", help=resync)
     add("--no-capacity", action="store_true", help="do not look at nodes or all pods, even if that is allowed")

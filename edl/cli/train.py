@@ -113,7 +113,8 @@ def parser() -> CommandParser:
     add = found.add_argument_group("workers").add_argument
     many = "N: processes here. MIN:MAX: this command is one worker; more can join (default: 1)"
     add("--workers", default="1", metavar="N", help=many)
-    add("--image", default="", metavar="IMAGE", help="run on Kubernetes with this image, which has EDL (edl submit)")
+    image = "run on Kubernetes with this image, which must contain EDL (edl submit)"
+    add("--image", default="", metavar="IMAGE", help=image)
     found.add_store_option("where workers and teachers meet")
     add = found.add_advanced_group("more").add_argument
     names = "inputs of the teachers, and their columns (default: --inputs)"

@@ -86,7 +86,7 @@ METRICS: Final = (
     MetricSpec("edl_service_teacher_rows_per_second", "gauge", _TEACHER, "Rows computed per second, recently."),
     MetricSpec("edl_service_student_rows_total", "counter", _STUDENT, "Rows that the student has requested."),
     MetricSpec("edl_service_student_wait_seconds_total", "counter", _STUDENT, "Time that it waited for labels."),
-    MetricSpec("edl_service_student_wait_ratio", "gauge", _STUDENT, "Share of its time spent waiting, recently."),
+    MetricSpec("edl_service_student_wait_ratio", "gauge", _STUDENT, "Share of time that the student waited, recently."),
 )
 """All metrics; a master's page also has those of its own registry (`edl_master_journal_commit_seconds`)."""
 

@@ -95,7 +95,7 @@ _GROUPS = (
                 _priority,
                 "LEVEL",
                 "students' priority among the server's clients: lowest, default, or a level from 1 up"
-                " (default: lowest if it has levels)",
+                " (default: lowest if the model has levels)",
             ),
         ),
     ),

@@ -446,8 +446,8 @@ def _describe_wait(pod: MemberPod) -> str:
 # --- The command ---
 
 _DESCRIPTION = """\
-Shows the logs of a job's or pool's members, each prefixed by its member's name. With -f it follows them until the job
-has ended, and replacement pods too."""
+Shows the logs of a job's or pool's members, each prefixed by its member's name. With -f it follows them, and those of
+replacement pods, until the job has ended."""
 
 _EXAMPLES = """\
 examples:

@@ -64,10 +64,10 @@ def _add_options(parser: CommandParser) -> None:
     add(
         "--node-check",
         action="store_true",
-        help="before joining, test all GPUs, copies between them, and reductions with other waiting nodes, in pairs "
-        "and twice; a faulty node exits with code 69",
+        help="before joining, test all GPUs, copies between them, and reductions in pairs with other waiting "
+        "nodes, in two rounds; a faulty node exits with code 69",
     )
-    readmit = "rejoin a job that excluded this host for a failed GPU, since reset or replaced"
+    readmit = "rejoin a job that excluded this host for a failed GPU, which has since been reset or replaced"
     add("--readmit", action="store_true", help=readmit)
     lease = "the others continue without a node that is silent for this long (default: 1.5s)"
     add("--lease-ttl", metavar="TIME", type=duration(), default=1.5, help=lease)
@@ -76,12 +76,12 @@ def _add_options(parser: CommandParser) -> None:
         metavar="TIME",
         type=duration(),
         default=300.0,
-        help="workers that stop reporting steps for this long or 20 usual steps, whichever is longer, print their "
+        help="workers that stop reporting steps for this long or 20 typical steps, whichever is longer, print their "
         "stacks and are restarted; those visibly working get ten times as long, and those that say they are busy "
         "(Checkpointer.evaluate, busy) as long as they say (default: 5m)",
     )
     grace = (
-        "a node asked to leave passes the signal on to its workers, after they have saved if they save at all, and "
+        "a node asked to leave passes the signal on to its workers, once they have saved (if they save at all), and "
         "kills those still running after this long (default: 30s, like torchrun)"
     )
     add("--grace-period", metavar="TIME", type=duration(), default=30.0, help=grace)
@@ -89,7 +89,8 @@ def _add_options(parser: CommandParser) -> None:
         "--leave-on-oom",
         action="store_true",
         help="if the kernel kills a worker on this node for lack of memory (counted by its cgroup), exit with code "
-        "137, for a start with more memory, instead of restarting the workers; the other nodes continue",
+        "137 instead of restarting the workers, so that the node can be restarted with more memory; the other nodes "
+        "continue",
     )
     rounds = "time for each of the two rounds of the node check (default: 60s)"
     add("--node-check-timeout", metavar="TIME", type=duration(), default=60.0, help=rounds)

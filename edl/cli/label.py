@@ -142,7 +142,7 @@ def parser() -> CommandParser:
     batch = "rows per request, or sequences to read at once for requests of 2,048 tokens (default: 32)"
     add("--batch", type=at_least(1), default=32, metavar="ROWS", help=batch)
     add("--workers", type=int, default=0, metavar="N", help="processes that load samples of a Dataset (default: 0)")
-    title = "more about many machines; the first process of a job decides on --shard and --worker-timeout"
+    title = "more about many machines; a job uses --shard and --worker-timeout of its first process"
     add = found.add_advanced_group(title).add_argument
     add("--shard", type=at_least(1), metavar="ROWS", help="rows that a process takes at a time (default: 32 to 1024)")
     silence = "silence after which a process's shards go to others (default: 10s)"

@@ -32,7 +32,7 @@ def test_page_has_the_relaunch_table() -> None:
     limits = {}
     for cause, rules in RELAUNCH_TABLE.items():
         endless = any(rule.times is None for rule in rules)
-        limits[cause.value] = "without end" if endless else str(sum(rule.times or 0 for rule in rules))
+        limits[cause.value] = "no limit" if endless else str(sum(rule.times or 0 for rule in rules))
         assert endless == (cause not in FAILURE_REASONS)
     assert dict(rows) == {**limits, "succeeded": "-"}
 

@@ -17,7 +17,7 @@ from benchmarks.cache_before.namespace import Namespace, RowRange
 from benchmarks.cache_before.segment import BadSegmentError, FileHandles
 from benchmarks.cache_before.writer import SegmentWriter
 from edl.distill.cache import CacheKey, SequenceIds
-from edl.distill.compress import ClampWarnings, TopK, to_float16
+from edl.distill.compress import TopK, to_float16
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
@@ -136,7 +136,6 @@ class CacheView:
         self._layout: RowLayout | None = None
         folder = parts.folder
         where = f"soft-label cache {folder.path if folder is not None else 'in memory'}, model {key.model!r}"
-        self._clamped = ClampWarnings(where, "leave store_dtype='float16' out of SoftLabelCache, under another path")
         self._other_text_warned = False
         self.disk: Namespace | None = None
         if folder is not None:
@@ -199,9 +198,6 @@ class CacheView:
         if sorted(outputs) != sorted(self.key.outputs):
             raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
         half = self._store_dtype == "float16"
-        if half:
-            for name, output in outputs.items():
-                self._clamped.before(name, output.values if isinstance(output, TopK) else np.asarray(output))
         arrays, layout = flatten(outputs, len(samples) if sequences is None else sequences.rows, half=half)
         if sequences is None:
             records = layout.pack(arrays)

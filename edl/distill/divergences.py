@@ -471,7 +471,7 @@ class MixedLoss:
 def _cross_entropy(student_logits: Any, targets: Any) -> Any:
     """Return the cross-entropy [rows, ...] with classes, int64 in that shape; 0 for rows without one (-100)."""
     framework, classes = framework_of(student_logits), student_logits.shape[-1]
-    check_classes(framework, targets, classes, NO_LABEL)
+    _check_classes(framework, targets, classes)
     flat = widened(student_logits).reshape([-1, classes])
     cross_entropy = framework.module.nn.functional.cross_entropy
     losses = cross_entropy(flat, targets.reshape([-1]), ignore_index=NO_LABEL, reduction="none")
@@ -608,15 +608,14 @@ def _check_made_at(labels: TopK, temperature: float) -> None:
         )
 
 
-def check_classes(framework: Framework, labels: Any, classes: int, ignored: int | None = None) -> None:
-    """Check that labels are classes. `ignored`: a label that means no class."""
+def _check_classes(framework: Framework, labels: Any, classes: int) -> None:
+    """Check that labels are classes, or -100 for none."""
     if not framework.can_look(labels):
         return
     found = labels.numpy()
-    wrong = found[((found < 0) & (found != (0 if ignored is None else ignored))) | (found >= classes)]
+    wrong = found[((found < 0) & (found != NO_LABEL)) | (found >= classes)]
     if wrong.size:
-        other = f", or {ignored}" if ignored is not None else ""
-        raise SettingsError(f"labels hold {int(wrong[0])}: must be from 0 to {classes - 1}{other}")
+        raise SettingsError(f"labels hold {int(wrong[0])}: must be from 0 to {classes - 1}, or {NO_LABEL}")
 
 
 def check_distinct(framework: Framework, ids: Any) -> None:

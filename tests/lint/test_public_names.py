@@ -46,8 +46,8 @@ PUBLIC = {
         "load_labels",
     ],
     "edl.distill.losses": [
-        *("DistillLoss", "KLEstimator", "Reduction", "TeacherIs", "TokenCount", "attention_transfer"),
-        *("chunked_token_loss", "contrastive", "correlation_loss", "decoupled_kl", "feature_cosine", "feature_mse"),
+        *("DistillLoss", "KLEstimator", "Reduction", "TeacherIs", "TokenCount", "chunked_token_loss"),
+        *("feature_cosine", "feature_mse"),
         *("kl_divergence", "logit_mse", "mix", "sampled_kl", "soft_cross_entropy", "target_labels"),
         *("token_log_probabilities", "token_loss", "top_k_kl"),
     ],

@@ -36,7 +36,6 @@ from edl.distill.cache.records import (
     as_ids,
     flatten,
 )
-from edl.distill.compress import ClampWarnings, TopK
 from edl.errors import ClosedError, SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero
@@ -102,7 +101,7 @@ class SoftLabelCache:
             machines share, unless `EDL_SHARED_FILE` is set because only one of them uses it.
         disk_bytes: Bytes of the folder's database, at least 1 MiB; the oldest labels are deleted to make room. Its
             journal needs up to 100 MiB more. A label above a 32nd of it may not fit. None for no bound.
-        store_dtype: "float16" stores all floating-point outputs as float16; finite values stay finite.
+        store_dtype: "float16" stores all floating-point outputs as float16; larger finite values become +-65504.
 
     Attributes:
         path: The folder on disk; None without.
@@ -253,8 +252,6 @@ class CacheView:
         self.space = Namespace(key)
         self.folder = cache.folder
         self._cache = cache
-        where = f"soft-label cache {cache.path or 'in memory'}, model {key.model!r}"
-        self._clamped = ClampWarnings(where, "use SoftLabelCache without store_dtype='float16', with a new path")
         self._warned = False
 
     @property
@@ -318,10 +315,8 @@ class CacheView:
             raise SettingsError("sequences are stored with their lengths (at least one token) and fingerprints")
         if sorted(outputs) != sorted(self.key.outputs):
             raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
-        half = self._cache.store_dtype == "float16"
-        for name, output in outputs.items() if half else ():
-            self._clamped.before(name, output.values if isinstance(output, TopK) else np.asarray(output))
-        arrays, layout = flatten(outputs, sum(rows for rows, _ in heads), half=half)
+        rows = sum(rows for rows, _ in heads)
+        arrays, layout = flatten(outputs, rows, half=self._cache.store_dtype == "float16")
         if sequences is not None:
             layout = replace(layout, sequence_inputs=sequences.inputs)
         self._keep(layout, dict(zip(samples, layout.pack(arrays, heads), strict=True)))

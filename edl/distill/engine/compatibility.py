@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from edl.discovery.registry import Instance
-from edl.distill.compress import ClampWarnings, TopK
+from edl.distill.compress import TopK
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply, TensorMetadata, shapes_match
 from edl.errors import SettingsError
@@ -63,7 +63,6 @@ class TeacherCompatibility:
         self._kept_shapes: dict[str, tuple[int, ...]] = {}
         self._confirmed_by: set[str] = set()  # connected teachers whose answers had these types and shapes
         self._has_delivered = False  # whether there was such an answer in this epoch
-        self._clamp_warnings = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
 
     # Models
 
@@ -256,9 +255,6 @@ class TeacherCompatibility:
         for name, output in outputs.items():
             array = output.values if isinstance(output, TopK) else output
             spec = self._output_metadata(name)
-            # float16 outputs of the model itself are not clamped
-            if self._output_spec.dtype == "float16" and (spec is None or spec.datatype != "FP16"):
-                self._clamp_warnings.after(name, array)
             shape = tuple(array.shape[1:])
             kind = (array.dtype, len(shape))
             agreed = self._row_types.setdefault(name, kind)

@@ -19,14 +19,7 @@ from edl.distill.divergences import (
     token_loss,
     top_k_kl,
 )
-from edl.distill.losses.features import (
-    attention_transfer,
-    contrastive,
-    correlation_loss,
-    decoupled_kl,
-    feature_cosine,
-    feature_mse,
-)
+from edl.distill.losses.features import feature_cosine, feature_mse
 from edl.distill.losses.mixture import DistillLoss, mix
 from edl.distill.losses.tokens import (
     KLEstimator,
@@ -43,11 +36,7 @@ __all__ = [
     "Reduction",
     "TeacherIs",
     "TokenCount",
-    "attention_transfer",
     "chunked_token_loss",
-    "contrastive",
-    "correlation_loss",
-    "decoupled_kl",
     "feature_cosine",
     "feature_mse",
     "kl_divergence",

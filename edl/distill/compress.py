@@ -148,29 +148,6 @@ class TopK:
             raise SettingsError(f"top-k labels of shapes {found} cannot be stacked: pad the samples to one shape")
         return _put_together(samples, np.stack)
 
-    def to_dense(self, classes: int | None = None) -> Array:
-        """Return logits of all classes, float32 [rows, ..., classes].
-
-        This is an approximation: the tail's mass is spread evenly over the other classes. At `temperature` the softmax
-        of the kept classes is exact.
-
-        Args:
-            classes: Number of classes; required if the labels do not give it.
-
-        Raises:
-            SettingsError: The number is unknown, or the labels have a larger class id.
-        """
-        classes = classes if classes is not None else self.classes
-        if classes is None:
-            raise SettingsError("the number of classes is unknown: pass classes=")
-        if classes < self.k or (self.ids.size and int(self.ids.max()) >= classes):
-            raise SettingsError(f"classes={classes}: the labels have class {int(self.ids.max())} and k={self.k}")
-        left_out = max(classes - self.k, 1)
-        even = self.temperature * (self.tail_lse.astype(np.float32) - np.float32(np.log(left_out)))
-        dense = np.repeat(even[..., None], classes, axis=-1)
-        np.put_along_axis(dense, self.ids.astype(np.int64), self.values.astype(np.float32), axis=-1)
-        return dense
-
 
 def _put_together(pieces: Sequence[TopK], join: Callable[[list[Array]], Array]) -> TopK:
     if not pieces:

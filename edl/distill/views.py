@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,19 +24,11 @@ from edl.settings import is_count
 
 __all__ = ["AugmentedViews", "view_id", "view_seed"]
 
-logger = logging.getLogger("edl.distill")
-
 _MOST_VIEWS = 1 << 16  # 65,536 epochs; more would leave fewer bits for sample ids
 _MOST_ID = 1 << 47  # so that an id and a view's number fit into 64 bits
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _CHECKED = 8  # first samples whose view is computed twice: most augmentations change all of them
 _CHECKED_LATER = 256  # later, one in this many is checked (0.4 %), since some augmentations change few samples
-
-
-class _Samples(Protocol):
-    def __getitem__(self, index: int, /) -> Any: ...
-
-    def __len__(self) -> int: ...
 
 
 def view_seed(sample_id: int | str, view: int, seed: int = 0) -> int:
@@ -52,10 +43,10 @@ def view_seed(sample_id: int | str, view: int, seed: int = 0) -> int:
         seed: Number that distinguishes runs with different augmentations of the same samples.
 
     Raises:
-        SettingsError: The id or the number is invalid.
+        SettingsError: The id is invalid.
     """
     sample_id = _checked_id(sample_id)
-    text = f"edl-view-1/{int(seed)}/{_checked_view(view)}/{type(sample_id).__name__}/{sample_id}"
+    text = f"edl-view-1/{int(seed)}/{int(view)}/{type(sample_id).__name__}/{sample_id}"
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little")
 
@@ -74,8 +65,9 @@ def view_id(sample_id: int | str, view: int) -> int | str:
         SettingsError: The id or the number is invalid.
     """
     sample_id = _checked_id(sample_id)
-    view = _checked_view(view)
-    return f"{sample_id}#{view}" if isinstance(sample_id, str) else sample_id * _MOST_VIEWS + view
+    if not 0 <= view < _MOST_VIEWS:
+        raise SettingsError(f"view={view!r}: must be a whole number from 0 to {_MOST_VIEWS - 1}")
+    return f"{sample_id}#{view}" if isinstance(sample_id, str) else sample_id * _MOST_VIEWS + int(view)
 
 
 class AugmentedViews(Dataset[Any]):
@@ -119,7 +111,7 @@ class AugmentedViews(Dataset[Any]):
 
     def __init__(
         self,
-        dataset: _Samples,
+        dataset: Any,
         views: int,
         *,
         seed: int = 0,
@@ -160,31 +152,20 @@ class AugmentedViews(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        sample_id = self._sample_id(index)
+        at = range(len(self.dataset))[index]  # -1 is also the last sample's index
+        sample_id = at if self._ids is None else self._ids[at]
         view = int(self._view)
         number = view_seed(sample_id, view, self._seed)
         sample = self._seeded(index, number)
         self._made += 1
-        if self._made <= _CHECKED or not self._made % _CHECKED_LATER:
-            unknown: set[str] = set()
-            same = _same(sample, self._seeded(index, number), unknown)
-            if self._made == 1 and unknown:
-                logger.warning(
-                    "samples contain values of type %s, which cannot be compared: whether they are repeatable "
-                    "is not checked",
-                    ", ".join(sorted(unknown)),
-                )
-            if not same:
-                raise SettingsError(
-                    f"sample {index} differs when computed again with the same seed, so labels of its views "
-                    "cannot be cached: its augmentation draws random numbers outside random, numpy.random and torch "
-                    "(on the CPU); pass the function that seeds them as reseed="
-                )
+        is_checked = self._made <= _CHECKED or not self._made % _CHECKED_LATER
+        if is_checked and not _same(sample, self._seeded(index, number)):
+            raise SettingsError(
+                f"sample {index} differs when computed again with the same seed, so labels of its views cannot be "
+                "cached: its augmentation draws random numbers outside random, numpy.random and torch (on the CPU); "
+                "pass the function that seeds them as reseed="
+            )
         return _with_id(sample, view_id(sample_id, view))
-
-    def _sample_id(self, index: int) -> int | str:
-        at = range(len(self.dataset))[index]  # -1 is also the last sample's index
-        return at if self._ids is None else self._ids[at]
 
     def _seeded(self, index: int, number: int) -> Any:
         with _seeded_random(number):
@@ -214,8 +195,8 @@ def _with_id(sample: Any, number: int | str) -> Any:
     return (*sample, number) if isinstance(sample, tuple | list) else (sample, number)
 
 
-def _same(first: Any, second: Any, unknown: set[str]) -> bool:
-    """Return whether two samples are equal; types that cannot be compared are added to `unknown`."""
+def _same(first: Any, second: Any) -> bool:
+    """Return whether two samples are equal, as far as their types can be compared."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):
@@ -223,30 +204,18 @@ def _same(first: Any, second: Any, unknown: set[str]) -> bool:
     if isinstance(first, np.ndarray):
         return bool(first.shape == second.shape and first.tobytes() == second.tobytes())
     if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(_same(value, second[key], unknown) for key, value in first.items())
+        return first.keys() == second.keys() and all(_same(value, second[key]) for key, value in first.items())
     if isinstance(first, tuple | list):
-        return len(first) == len(second) and all(_same(*pair, unknown) for pair in zip(first, second, strict=True))
+        return len(first) == len(second) and all(map(_same, first, second))
     if hasattr(first, "tobytes"):  # Pillow images, numpy scalars
         return bool(first.tobytes() == second.tobytes())
-    if isinstance(first, _PLAIN):
-        return bool(first == second or first != first)
-    unknown.add(type(first).__qualname__)
-    return True
+    return not isinstance(first, _PLAIN) or bool(first == second or first != first)
 
 
 def _checked_id(sample_id: Any) -> int | str:
-    if isinstance(sample_id, np.integer):
-        sample_id = int(sample_id)
-    elif isinstance(sample_id, str):
-        sample_id = str(sample_id)
+    sample_id = int(sample_id) if isinstance(sample_id, np.integer) else sample_id
     if isinstance(sample_id, bool) or not isinstance(sample_id, int | str):
         raise SettingsError(f"sample id {sample_id!r}: must be an integer or a string")
     if isinstance(sample_id, int) and not 0 <= sample_id < _MOST_ID:
         raise SettingsError(f"sample id {sample_id}: integers must be from 0 to {_MOST_ID - 1}; use strings for others")
     return sample_id
-
-
-def _checked_view(view: Any) -> int:
-    if isinstance(view, bool) or not isinstance(view, int | np.integer) or not 0 <= view < _MOST_VIEWS:
-        raise SettingsError(f"view={view!r}: must be a whole number from 0 to {_MOST_VIEWS - 1}")
-    return int(view)

@@ -48,7 +48,7 @@ PUBLIC = {
     "edl.distill.losses": [
         *("DistillLoss", "KLEstimator", "Reduction", "TeacherIs", "TokenCount", "chunked_token_loss"),
         *("feature_cosine", "feature_mse"),
-        *("kl_divergence", "logit_mse", "mix", "sampled_kl", "soft_cross_entropy", "target_labels"),
+        *("kl_divergence", "logit_mse", "sampled_kl", "soft_cross_entropy", "target_labels"),
         *("token_log_probabilities", "token_loss", "top_k_kl"),
     ],
     "edl.distill.metrics": ["export"],

@@ -128,10 +128,6 @@ class LabelFolder:
                 path.mkdir(parents=True, exist_ok=True)
             if not os.access(path, os.R_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            if next(path.glob("*/key.json"), None) is not None:
-                raise SettingsError(
-                    f"soft-label cache {str(path)!r} has the format of another release of EDL: {_TABLES.remedy}"
-                )
         except OSError as exc:
             raise SettingsError(f"soft-label cache {str(path)!r}: {exc.strerror or exc}") from exc
         # Two connections: one in a transaction would show uncommitted labels.

@@ -4,9 +4,8 @@
 records are not also kept in memory: the system caches them, and unpacking takes as long as reading.
 
 A training loop is the worst case for LRU eviction: an epoch uses every row once, so each is evicted just before it is
-needed again. So `MemoryTier` rarely admits new rows to a full memory: existing rows stay and are found again, yet a
-changing working set is followed. (Qureshi et al., "Adaptive Insertion Policies for High Performance Caching", ISCA
-2007: bimodal insertion.) Rows of a key that is no longer used, such as those of an older teacher, are evicted at once.
+needed again. So a full `MemoryTier` turns new rows away: existing rows stay and are found again. Only rows of a key
+that is no longer used, such as those of an older teacher, make room.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ _LEAST_BYTES = 1 << 20
 """The smallest bound on disk: the tables alone take tens of KB."""
 ROW_OVERHEAD = 256
 """Bytes that a row takes in memory in addition to its record: Python objects and the dictionary entry."""
-ADMIT_ONE_IN = 32
-"""One in this many rows is admitted to a full memory, as in the paper. With 1, each would evict the oldest row."""
 IDLE_AFTER_CALLS = 1024
 """Calls after which an unused key's rows are evicted: several epochs of other keys, to keep an ensemble's rows."""
 
@@ -424,8 +421,8 @@ class MemoryTier:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = self.evicted = 0
-        self.records: dict[tuple[Namespace, SampleId], bytes] = {}  # least recently used first
-        self._calls = self._turned_away = 0
+        self.records: dict[tuple[Namespace, SampleId], bytes] = {}
+        self._calls = 0
         self._used_at: dict[Namespace, int] = {}
         self._lock = threading.Lock()
 
@@ -443,23 +440,22 @@ class MemoryTier:
             return [sample for owner, sample in self.records if owner is space]
 
     def read(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, bytes]:
-        """Return the existing records of these ids; they become the most recently used."""
+        """Return the existing records of these ids."""
         with self._lock:
             self._use(space)
-            found = {sample: self.records.pop((space, sample)) for sample in ids if (space, sample) in self.records}
-            self.records.update(((space, sample), record) for sample, record in found.items())
-            return found
+            return {sample: self.records[space, sample] for sample in ids if (space, sample) in self.records}
 
     def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        """Store the records that fit, and those that replace an older record of the same id."""
+        """Store the records that fit; an older record of the same id is dropped."""
         with self._lock:
             self._use(space)
             for sample, record in records.items():
-                is_known = (space, sample) in self.records
-                if is_known:
+                if (space, sample) in self.records:
                     self._discard(space, sample)
                 size = _size(sample, record)
-                if self._make_room(size, sure=is_known):
+                if self.nbytes + size > self.limit_bytes:
+                    self._evict_unused()
+                if self.nbytes + size <= self.limit_bytes:
                     self.records[space, sample] = record
                     self.nbytes += size
 
@@ -470,20 +466,12 @@ class MemoryTier:
     def _discard(self, space: Namespace, sample: SampleId) -> None:
         self.nbytes -= _size(sample, self.records.pop((space, sample)))
 
-    def _make_room(self, size: int, *, sure: bool) -> bool:
-        """Evict until a record of this size fits; return whether it may stay."""
-        if size > self.limit_bytes:
-            return False
-        while self.nbytes + size > self.limit_bytes:
-            space, sample = next(iter(self.records))
-            if not sure and self._calls - self._used_at[space] <= IDLE_AFTER_CALLS:
-                self._turned_away += 1
-                if self._turned_away % ADMIT_ONE_IN:
-                    return False
-                sure = True
-            self._discard(space, sample)
-            self.evicted += 1
-        return True
+    def _evict_unused(self) -> None:
+        for space in [space for space, at in self._used_at.items() if self._calls - at > IDLE_AFTER_CALLS]:
+            del self._used_at[space]
+            for sample in [sample for owner, sample in self.records if owner is space]:
+                self._discard(space, sample)
+                self.evicted += 1
 
 
 def _size(sample: SampleId, record: bytes) -> int:

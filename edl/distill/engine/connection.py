@@ -307,9 +307,8 @@ class ConnectionPool:
         self.shared_memory, self.files = shared_memory, files
         self.connections: dict[str, TeacherConnection] = {}  # by the teacher's id
         self.compatibility = TeacherCompatibility(service, output_spec, options.mixed_versions)
-        self.limits = (
-            NO_LIMITS  # of the known teachers, or of the last ones. Replaced as a whole, so never half updated
-        )
+        # What all known teachers (or the last ones) accept in a request, and the longest sequence that any accepts.
+        self.limits = NO_LIMITS  # replaced as a whole, so never half updated
         self.news = Notifier()  # notified when a teacher connects
         self._service = service
         self._dispatcher = dispatcher
@@ -345,7 +344,8 @@ class ConnectionPool:
     def describe(self) -> str:
         """Describe all teachers for error messages."""
         known = [
-            f"{each.instance.id}: {_LAPSED + '; ' if each.lapsed else ''}{self._state(each)[1] or 'connecting'}"
+            f"{each.instance.id}: {'its registration has lapsed; ' if each.lapsed else ''}"
+            f"{self._state(each)[1] or 'connecting'}"
             for each in list(self.connections.values())
         ]
         nobody = f"none is registered{self._near or ':'} `edl teachers` lists those that are"
@@ -570,6 +570,3 @@ class ConnectionPool:
         self._closing.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a bug in the engine of %s", self._service, exc_info=task.exception())
-
-
-_LAPSED = "its registration has lapsed"

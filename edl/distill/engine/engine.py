@@ -23,7 +23,6 @@ from edl.distill.dispatch.actions import (
     Deliver,
     FailureKind,
     GiveUp,
-    Limits,
     RequestFailure,
     Send,
 )
@@ -83,7 +82,7 @@ class Engine:
         self._timeout_s = options.teacher_timeout_s
         self._request_timeout_s = options.policy.request_timeout_s
         self._dispatcher = Dispatcher(options.policy)
-        self._pool = ConnectionPool(
+        self.pool = ConnectionPool(
             name,
             output_spec,
             options,
@@ -92,7 +91,7 @@ class Engine:
             shared_memory=arena is not None,
             files=files,
         )
-        self.compatibility = self._pool.compatibility  # the teachers' common properties
+        self.compatibility = self.pool.compatibility  # the teachers' common properties
         self._submitted: deque[LabelJob] = deque()  # jobs not yet taken by the loop
         self._woken = False
         self._jobs: dict[int, LabelJob] = {}
@@ -124,16 +123,11 @@ class Engine:
     @property
     def wants_arena(self) -> bool:
         """Whether a teacher on this host reads shared memory."""
-        return any(connection.shares_memory for connection in list(self._pool.connections.values()))
-
-    @property
-    def limits(self) -> Limits:
-        """What all teachers accept in a request, and the longest sequence that any accepts, as of their last change."""
-        return self._pool.limits
+        return any(connection.shares_memory for connection in list(self.pool.connections.values()))
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
         """Wait for the first teacher, and return its model; None if there is none within `timeout_s`."""
-        self._pool.news.wait_for(lambda: self.compatibility.spec is not None, timeout_s)
+        self.pool.news.wait_for(lambda: self.compatibility.spec is not None, timeout_s)
         return self.compatibility.spec
 
     def select_version(self) -> None:
@@ -143,35 +137,31 @@ class Engine:
         """
         if self.compatibility.spec is not None:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
-                self._thread.run(self._pool.follow_version(_REFRESH_TIMEOUT_S), 2 * _REFRESH_TIMEOUT_S)
+                self._thread.run(self.pool.follow_version(_REFRESH_TIMEOUT_S), 2 * _REFRESH_TIMEOUT_S)
 
     @property
     def awaits_teachers(self) -> bool:
         """Whether a teacher is being connected to for the first time."""
-        return any(connection.spec is None for connection in list(self._pool.connections.values()))
+        return any(connection.spec is None for connection in list(self.pool.connections.values()))
 
     def wait_changed(self, timeout_s: float) -> None:
         """Wait until a newly connected teacher changes the limits, or `timeout_s` have passed."""
-        before = self.limits
-        self._pool.news.wait_for(lambda: self.limits != before, timeout_s)
+        before = self.pool.limits
+        self.pool.news.wait_for(lambda: self.pool.limits != before, timeout_s)
 
     def lacking(self) -> SettingsError | None:
         """Return the error if no teacher can serve the request; None while a suitable teacher may still appear."""
-        found = self._pool.lacking()
+        found = self.pool.lacking()
         if not found:
             return None
         return SettingsError(f"no teacher of {self.name} can serve this request, and none is starting ({found})")
-
-    def describe_teachers(self) -> str:
-        """Describe all teachers, for messages."""
-        return self._pool.describe()
 
     def no_teacher(self, oversized_rows: int = 0, oversized_sequence: int = 0) -> NoTeacherError:
         """Return the error for an expired wait, with the state of all teachers.
 
         A request with `oversized_rows` is too large for the live teachers, or has a sequence too long for them.
         """
-        limits, waited, found = self.limits, f"within {self._timeout_s:g} s", self._pool.describe()
+        limits, waited, found = self.pool.limits, f"within {self._timeout_s:g} s", self.pool.describe()
         if not oversized_rows:
             return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
         if oversized_sequence:
@@ -195,7 +185,7 @@ class Engine:
 
     def stats(self) -> ReaderStats:
         """Return counters and gauges of this service."""
-        teachers, departed = self._pool.teacher_stats()
+        teachers, departed = self.pool.teacher_stats()
         return ReaderStats(
             rows_asked=self.rows_asked,
             rows_received=self._rows_received,
@@ -206,7 +196,7 @@ class Engine:
             teachers_live=self._dispatcher.count_serving(self._now()),
             teachers=teachers,
             departed=departed,
-            discovery=self._pool.stale,
+            discovery=self.pool.stale,
         )
 
     # On the loop
@@ -214,16 +204,12 @@ class Engine:
     def set_teachers(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
         """Connect to new teachers, and retire those that left; `TeacherWatcher` describes the arguments."""
         if not self._closed:
-            self._pool.apply_snapshot(snapshot, near, whole)
+            self.pool.apply_snapshot(snapshot, near, whole)
             self._set_timer()
 
     def _teachers_changed(self, actions: list[Action]) -> None:
         self._apply(actions)
         self._take_jobs()
-
-    def begin_epoch(self) -> None:
-        """Start an epoch; see `TeacherCompatibility.begin_epoch`."""
-        self.compatibility.begin_epoch()
 
     def send_until(self, last: float) -> None:
         """Send only jobs up to the number `last`; other pending ones are cancelled, and sent again later."""
@@ -261,7 +247,7 @@ class Engine:
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             job.finished = True
-        await self._pool.close()
+        await self.pool.close()
         for job in jobs.values():
             self._release(job)
 
@@ -312,7 +298,7 @@ class Engine:
     def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
         """Send a request; return a function that cancels it."""
         ended = functools.partial(self._attempt_ended, send, job)
-        connection = self._pool.connections.get(send.teacher)
+        connection = self.pool.connections.get(send.teacher)
         cancel = connection.start(job.payload, self._request_timeout_s, ended) if connection is not None else None
         if cancel is not None:
             return cancel
@@ -340,11 +326,11 @@ class Engine:
             job.open_attempts -= 1
             self._release(job)
         self._apply(actions)
-        self._pool.end_if_idle(send.teacher)
+        self.pool.end_if_idle(send.teacher)
         self._take_jobs()
 
     def _record_failure(self, send: Send, job: LabelJob, failure: RequestFailure) -> list[Action]:
-        self._pool.counts_of(send.teacher)["failures"] += 1
+        self.pool.counts_of(send.teacher)["failures"] += 1
         resent = self._dispatcher.resent
         actions = self._dispatcher.attempt_failed(send, failure, self._now())
         self._rows_resent += (self._dispatcher.resent - resent) * job.payload.rows
@@ -355,7 +341,7 @@ class Engine:
         return actions
 
     def _record_answer(self, send: Send, job: LabelJob, reply: Reply) -> list[Action]:
-        counts = self._pool.counts_of(send.teacher)
+        counts = self.pool.counts_of(send.teacher)
         counts["requests"] += 1
         actions = self._dispatcher.attempt_answered(send, self._now())
         if any(isinstance(action, Deliver) for action in actions) and not self._closed:

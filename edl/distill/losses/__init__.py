@@ -20,7 +20,7 @@ from edl.distill.divergences import (
     top_k_kl,
 )
 from edl.distill.losses.features import feature_cosine, feature_mse
-from edl.distill.losses.mixture import DistillLoss, mix
+from edl.distill.losses.mixture import DistillLoss
 from edl.distill.losses.tokens import (
     KLEstimator,
     TokenCount,
@@ -41,7 +41,6 @@ __all__ = [
     "feature_mse",
     "kl_divergence",
     "logit_mse",
-    "mix",
     "sampled_kl",
     "soft_cross_entropy",
     "target_labels",

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from edl.distill.divergences import FRAMEWORKS, Framework, MixedLoss, check_alpha
+from edl.distill.divergences import FRAMEWORKS, Framework, MixedLoss
 from edl.errors import SettingsError
 
 
@@ -44,21 +44,6 @@ class _Torch(Framework):
 
 TORCH = _Torch()
 FRAMEWORKS.append(TORCH)
-
-
-def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
-    """Return `alpha` times the soft loss plus 1 - `alpha` times the hard loss.
-
-    Args:
-        hard: Loss against the true labels.
-        soft: Loss against the teacher.
-        alpha: Share of the soft loss, from 0 to 1.
-
-    Raises:
-        SettingsError: `alpha` is out of range.
-    """
-    check_alpha(alpha)
-    return alpha * soft + (1 - alpha) * hard
 
 
 class DistillLoss(MixedLoss, nn.Module):

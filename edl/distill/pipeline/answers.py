@@ -11,9 +11,8 @@ import numpy as np
 from edl.distill.compress import TopK
 from edl.distill.source.chunk import Item
 from edl.distill.source.fingerprint import arrays_nbytes
-from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
-from edl.errors import ProtocolError, SettingsError
-from edl.protocol import tensors
+from edl.distill.transport.schema import Outputs
+from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
 _FORGET = 0.05
@@ -25,49 +24,20 @@ def outputs_nbytes(outputs: Outputs) -> int:
 
 
 class AnswerSizeEstimator:
-    """Estimates the bytes of a service's answers: from past answers, or from the model's metadata before the first."""
+    """Estimates the bytes of a service's answers from past ones."""
 
-    def __init__(self, output_spec: OutputSpec) -> None:
-        self._output_spec = output_spec
+    def __init__(self) -> None:
         self._row_nbytes: float | None = None
 
-    def expected(self, rows: int, spec: ModelSpec | None) -> int | None:
-        """Return the expected bytes of an answer for `rows` rows; None while unknown."""
-        if self._row_nbytes is not None:
-            return math.ceil(rows * self._row_nbytes)
-        row_nbytes = _specified_nbytes(spec, self._output_spec) if spec is not None else None
-        return rows * row_nbytes if row_nbytes is not None else None
+    def expected(self, rows: int) -> int | None:
+        """Return the expected bytes of an answer for `rows` rows; None before the first answer."""
+        return None if self._row_nbytes is None else math.ceil(rows * self._row_nbytes)
 
     def came(self, rows: int, nbytes: int) -> None:
         """Record the size of an answer."""
         row_nbytes = nbytes / rows
         before = row_nbytes if self._row_nbytes is None else self._row_nbytes
         self._row_nbytes = max(row_nbytes, before + _FORGET * (row_nbytes - before))
-
-
-def _specified_nbytes(spec: ModelSpec, output_spec: OutputSpec) -> int | None:
-    """Return the bytes of a row according to the model's metadata; None if the metadata leaves sizes open."""
-    nbytes, k = 0, output_spec.top_k
-    for name in output_spec.outputs:
-        known = spec.outputs.get(name)
-        try:
-            dtype = tensors.dtype_of(known.datatype) if known is not None else None
-        except ProtocolError:
-            dtype = None
-        if known is None or dtype is None or dtype.hasobject:
-            return None
-        shape = known.shape
-        if dtype.kind == "f" and output_spec.dtype is not None:
-            dtype = np.dtype(output_spec.dtype)
-        if k is None or dtype.kind != "f" or not shape:
-            nbytes += math.prod(shape) * dtype.itemsize
-        else:
-            kept = min(k, shape[-1]) if shape[-1] > 0 else k
-            nbytes += math.prod(shape[:-1]) * (kept * (4 + dtype.itemsize) + 4)  # ids, values, and the tail
-            shape = shape[:-1]
-        if -1 in shape:
-            return None
-    return nbytes
 
 
 Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[Sequence[Any]], Any]

@@ -135,7 +135,7 @@ class ChunkLabeller:
         if request.cache_config is not None:
             labels = ServiceLabels(request.cache_config, output_spec, identity, engine.compatibility.weights_versions)
         watcher = TeacherWatcher(group, functools.partial(self.thread.call, engine.set_teachers))
-        self._services.append(_Service(engine, output_spec, labels, AnswerSizeEstimator(output_spec), watcher))
+        self._services.append(_Service(engine, output_spec, labels, AnswerSizeEstimator(), watcher))
 
     def check(self) -> None:
         """Raise `ClosedError` if this is closed or used in a forked child."""
@@ -156,18 +156,18 @@ class ChunkLabeller:
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
         """Return the largest number of rows in a request that the teachers of a route accept; 0 for any."""
         known = [index for index in self.asked(route) if self.await_spec(index, stopped) is not None]
-        return min(filter(None, (self.engines[index].limits.max_rows for index in known)), default=0)
+        return min(filter(None, (self.engines[index].pool.limits.max_rows for index in known)), default=0)
 
     def max_sequence(self, route: int | None = None) -> int:
         """Return the length of the longest sequence that every service has a teacher for; 0 for any."""
-        return min(filter(None, (self.engines[at].limits.max_sequence for at in self.asked(route))), default=0)
+        return min(filter(None, (self.engines[at].pool.limits.max_sequence for at in self.asked(route))), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
         """Return how many rows of this size fit in a request to any teacher of a route; 0 for any number."""
         fitting = [
             rows_that_fit(fields, spec, max_nbytes)
             for engine in (self.engines[index] for index in self.asked(route))
-            if (max_nbytes := engine.limits.max_nbytes) and (spec := engine.await_spec(0)) is not None
+            if (max_nbytes := engine.pool.limits.max_nbytes) and (spec := engine.await_spec(0)) is not None
         ]
         return min(fitting, default=0)
 
@@ -177,7 +177,7 @@ class ChunkLabeller:
         For a fixed list, this makes sense while some teachers are still connecting. For a service it always does,
         because its teachers come and go.
         """
-        short = [at for at in self.asked(route) if rows > self.engines[at].limits.max_sequence > 0]
+        short = [at for at in self.asked(route) if rows > self.engines[at].pool.limits.max_sequence > 0]
         if not short or time.monotonic() - since > self._timeout_s:
             return False
         return all(self.request.teachers[at].service is not None or self.engines[at].awaits_teachers for at in short)
@@ -230,7 +230,7 @@ class ChunkLabeller:
                 raise error
             if not warned and time.monotonic() - begin > _SAY_AFTER_S:
                 warned = True
-                found = engine.describe_teachers()
+                found = engine.pool.describe()
                 logger.warning("no teacher of %s yet (%s): waiting up to %g s", engine.name, found, self._timeout_s)
             engine.await_spec(_LOOK_S)
         return None
@@ -263,7 +263,7 @@ class ChunkLabeller:
         """Estimate the bytes of a chunk's answers, as far as they are known."""
         for answer, index in enumerate(self.asked(chunk.route)):
             spec = self.engines[index].await_spec(0.0)
-            nbytes = self._services[index].sizes.expected(chunk.rows, spec)
+            nbytes = self._services[index].sizes.expected(chunk.rows)
             chunk.answers_nbytes[answer] = nbytes or 0
             # Labels are looked up once the version is known, which some models report only in answers.
             knows_version = spec is None or spec.version or self.engines[index].compatibility.is_unversioned
@@ -298,7 +298,7 @@ class ChunkLabeller:
         weight = chunk.weight
         for slot, index in enumerate(self.asked(chunk.route)):
             if chunk.outputs[slot] is None:
-                expected = self._services[index].sizes.expected(chunk.rows, None) or 0
+                expected = self._services[index].sizes.expected(chunk.rows) or 0
                 weight += max(expected - chunk.answers_nbytes[slot], 0)
         return weight
 
@@ -394,7 +394,7 @@ class ChunkLabeller:
         """Switch to the teachers' current version, if there are no epochs. Call it when no request is pending."""
         engine = self.engines[service]
         with contextlib.suppress(ClosedError):  # another thread may close this meanwhile
-            self.thread.call(engine.begin_epoch)
+            self.thread.call(engine.compatibility.begin_epoch)
             engine.select_version()
 
     def has_live_teacher(self, service: int) -> bool:
@@ -505,7 +505,7 @@ class ChunkLabeller:
         self._epoch_begins = True
         self._traceparent = current_traceparent()
         for engine in self.engines:
-            self.thread.call(engine.begin_epoch)
+            self.thread.call(engine.compatibility.begin_epoch)
 
     def close(self) -> None:
         """End connections, threads and shared memory. Call it once, in the process that created this."""

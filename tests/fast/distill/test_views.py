@@ -118,20 +118,6 @@ def test_other_random_numbers_are_found_out() -> None:
     assert data[4][0].tolist() == data[4][0].tolist() != data[5][0].tolist()
 
 
-def test_what_cannot_be_compared_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Opaque:
-        """No type that is known."""
-
-    class Samples(Noise):
-        def __getitem__(self, index: int) -> Any:
-            return {"x": np.zeros(3), "note": [None, 1.5, Opaque()]}
-
-    data = AugmentedViews(Samples(), views=2)
-    assert [data[index]["view_id"] for index in range(3)] == [0, 65536, 131072]
-    assert caplog.text.count("which cannot be compared") == 1
-    assert "Opaque" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

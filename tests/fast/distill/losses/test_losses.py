@@ -17,7 +17,6 @@ from edl.distill.losses import (  # noqa: E402
     feature_mse,
     kl_divergence,
     logit_mse,
-    mix,
     soft_cross_entropy,
     token_loss,
     top_k_kl,
@@ -109,7 +108,6 @@ def test_the_mixture_is_linear_in_alpha() -> None:
         loss = DistillLoss(3.0, alpha)(student, teacher, labels)
         assert DistillLoss(3.0, alpha)(student, None, labels).item() == pytest.approx(hard.item()), "no teacher"
         assert loss.item() == pytest.approx(alpha * soft.item() + (1 - alpha) * hard.item())
-        assert mix(hard, soft, alpha).item() == pytest.approx(loss.item())
     assert DistillLoss(3.0, 1.0)(student, teacher).item() == pytest.approx(soft.item())
     teacher = torch.from_numpy(teacher)
     entropy = soft_cross_entropy(student, teacher, temperature=2.0)
@@ -201,7 +199,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: kl_divergence(X.long(), X), "torch.int64"),
     (lambda: kl_divergence(X, [[0.0] * 4] * 3), "list: expected a tensor or a numpy array"),  # type: ignore[arg-type]
     (lambda: feature_mse(X, X[:, :3]), r"student's features are \[3, 4\], the teacher's \[3, 3\].*projection"),
-    (lambda: mix(X.sum(), X.sum(), 1.5), "alpha=1.5"),
+    (lambda: DistillLoss(alpha=1.5), "alpha=1.5"),
     (lambda: DistillLoss(alpha=np.array([0.1, 0.2])), r"alpha=array\(\[0\.1, 0\.2\]\): the share"),  # type: ignore[arg-type]
     (lambda: DistillLoss(temperature=np.array([1.0, 2.0])), r"temperature=array\(\[1\., 2\.\]\): must be a finite"),  # type: ignore[arg-type]
     (lambda: DistillLoss(soft="reverse_kl"), "soft='reverse_kl'"),  # type: ignore[arg-type]

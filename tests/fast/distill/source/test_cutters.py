@@ -16,9 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.compress import top_k
 from edl.distill.loader import input_getters
-from edl.distill.pipeline.answers import AnswerSizeEstimator, outputs_nbytes
 from edl.distill.pipeline.chunk_labeller import sequence_fields
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import (
@@ -30,7 +28,7 @@ from edl.distill.source.cutters import (
     SampleListCutter,
     SequenceCutter,
 )
-from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
+from edl.distill.transport.schema import ModelSpec, TensorMetadata
 from edl.errors import SourceError
 
 X: dict[str, Callable[[Any], Any]] = {"x": itemgetter(0)}
@@ -211,33 +209,6 @@ def test_requests_leave_room_for_others(asked: int | None, max_rows: int, most: 
     cutter.routes[None].max_rows = max_rows
     _, chunks = cut(cutter, sequences([1] * 5000))
     assert max(chunk.rows for chunk in chunks) == most
-
-
-# What arrays and answers weigh, and what is estimated of answers to come.
-
-
-def spec_of(datatype: str, *shape: int) -> ModelSpec:
-    return ModelSpec("m", "1", {}, {"y": TensorMetadata("y", datatype, shape)})
-
-
-@pytest.mark.parametrize(
-    ("datatype", "k"), [("FP16", None), ("FP32", None), ("INT64", None), ("FP16", 3), ("FP32", 3), ("FP32", 100)]
-)
-@pytest.mark.parametrize("dtype", [None, "float16"])
-def test_estimate_of_the_spec_is_exact(datatype: str, k: int | None, dtype: str | None) -> None:
-    numpy_dtype = {"FP16": "float16", "FP32": "float32", "INT64": "int64"}[datatype]
-    answer = np.zeros((5, 2, 10), dtype if dtype and datatype.startswith("FP") else numpy_dtype)
-    outputs = {"y": answer if k is None else top_k(answer, min(k, 10))}
-    weight = AnswerSizeEstimator(OutputSpec(("y",), top_k=k, dtype=dtype))  # type: ignore[arg-type]
-    assert weight.expected(5, spec_of(datatype, 2, 10)) == outputs_nbytes(outputs)
-
-
-def test_unknown_until_the_first_answer() -> None:
-    weight = AnswerSizeEstimator(OutputSpec(("y",)))
-    for spec in (None, spec_of("FP32", -1), spec_of("BYTES", 1), ModelSpec("m", "1", {}, {})):
-        assert weight.expected(3, spec) is None
-    weight.came(2, 200)
-    assert weight.expected(3, None) == 300
 
 
 # A row goes to the service of its value, and what is no value goes nowhere.

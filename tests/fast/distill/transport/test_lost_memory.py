@@ -59,7 +59,7 @@ def check(delivered: list[Any]) -> None:
 
 def clients(reader: DistillReader) -> list[Any]:
     # In one step each, since the reader's own thread changes them.
-    links = [link for engine in reader._session.labeller.engines for link in list(engine._pool.connections.values())]
+    links = [link for engine in reader._session.labeller.engines for link in list(engine.pool.connections.values())]
     return [client for client in [link._client for link in links] if client is not None]
 
 

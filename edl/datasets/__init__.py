@@ -6,13 +6,8 @@
 - `growing`: the `Follower` of a source without an end;
 - `rows`: batches to label: arrays, sequences of tokens, and samples that a function returns.
 
-A new kind of file that is cut into shards is a subclass of `Dataset`: `_create` indexes the files, `_load` loads
-the index on a reader's machine, and `_read_units` reads units, which may be any part of a shard. List it in `_KINDS` of
-`opening`. `parquet` is the example to follow; `files` has helpers to find and read files, and to report a
-changed one. A kind that may grow also has `_look` and `_next_part`. A new kind of file to label is an `_open_`
-function of `rows` that returns `ArrayData` or `RaggedData`, called by `open_data`.
-
-Handing out shards, querying teachers and storing labels do not belong here, nor does any network except fsspec's.
+A new kind of file that is cut into shards is a subclass of `Dataset`, listed in `_KINDS` of `opening`; `parquet` is the
+example to follow. A new kind of file to label is an `_open_` function of `rows`, called by `open_data`.
 """
 
 from __future__ import annotations

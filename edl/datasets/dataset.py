@@ -1,8 +1,7 @@
 """Data that are cut into shards: the base class of all kinds, and the simplest kind, numbers.
 
-When a data set is created, `open_dataset` reads the data once and records in an index where shards begin. The `spec`
-with that index goes to the master, which hands out leases: ranges of units within a shard. A reader on any machine
-recreates the data set from the `spec`, and reads the units of its leases.
+`open_dataset` reads the data once and records in an index where shards begin. The `spec` with that index goes to the
+master, which hands out leases: ranges of units within a shard.
 
 An index has one or more parts; a source that grows gets further parts appended. A part has a JSON head and columns of
 whole numbers. A column takes as few bytes per number as its largest number needs. All lowest bytes come first, then

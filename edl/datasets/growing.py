@@ -1,9 +1,8 @@
 """Sources without an end (a growing text, a folder that gets files, or your `Source`), and their follower.
 
-A data set that grows is opened with an empty index. A `Follower`, run by the program that created the data set, checks
-the source every `poll_s` seconds, and reports its growth to the master: the number of units, and the next part of the
-index. Readers fetch the newer index when they get a lease that exceeds theirs. The follower continues where the
-master's index ends, so it stores nothing, and may be killed and replaced.
+A data set that grows is opened with an empty index. A `Follower`, run by the program that created the data set, reports
+the source's growth to the master: the number of units, and the next part of the index. Readers fetch the newer index
+when they get a lease that exceeds theirs.
 """
 
 from __future__ import annotations

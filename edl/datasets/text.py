@@ -1,9 +1,8 @@
 """Text files by lines, and CSV by records: found in a single pass over the files, and read by ranges of bytes.
 
 The pass cuts the files, one after another, into segments: shards, or parts of a shard that is large or grows slowly
-(`edl.datasets.growing`). The index has the units, the length in bytes and the CRC-32 of each segment. So every byte
-belongs to one shard, and a reader, which opens the files itself, reads the bytes of its segments and nothing else. It
-checks a segment before it hands out the first sample of it.
+(`edl.datasets.growing`). The index has the units, the length in bytes and the CRC-32 of each segment, which a reader
+checks before it hands out the first sample of it.
 
 A newline ends a CSV record if the number of quotes before it is even, as RFC 4180 has it; Python's `csv` parses the
 records. pyarrow's CSV reader is unsuitable: it reads a file from the start, does not report the offsets at which

@@ -385,8 +385,7 @@ class MixedLoss:
     ) -> None:
         super().__init__()  # initializes the framework's module
         check_temperature(temperature)
-        if not is_share(alpha):
-            raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
+        check_alpha(alpha)
         if soft not in ("kl", "cross_entropy", "mse"):
             raise SettingsError(f"soft={soft!r}: must be 'kl', 'cross_entropy' or 'mse'")
         _check_teacher_is(teacher_is)
@@ -576,6 +575,12 @@ def check_temperature(temperature: float) -> None:
     """Check that a temperature is above 0 and finite."""
     if not is_above_zero(temperature) or temperature == float("inf"):
         raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
+
+
+def check_alpha(alpha: float) -> None:
+    """Check the share of a soft loss."""
+    if not is_share(alpha):
+        raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
 
 
 def _check_teacher_is(teacher_is: TeacherIs) -> None:

@@ -1,7 +1,6 @@
 """Requests teachers' labels for sequences created at run time, for loops in which the student generates them.
 
-`Scorer` labels sequences call by call, on the same engine as a reader's; `on_policy` is a loop that generates and
-scores one step ahead. Generation and losses are up to the user; for data sources, use a reader.
+Generation and losses are up to the user; for data sources, use a reader.
 """
 
 from __future__ import annotations

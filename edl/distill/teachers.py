@@ -1,21 +1,9 @@
 """Names a student's teachers, and watches those of a service through discovery.
 
-`Teachers` holds the user's choice: fixed endpoints, or the name of a service. `TeacherWatcher` turns it into snapshots
-of instances, and watches a service in its own thread.
-
-Students wait only for teachers that may still appear:
-
-- A name that no teacher can register under (`host:port`, a name with a space) is refused when `Teachers` is created.
-- For a valid name without teachers, students wait, since teachers may start after them. That includes a name similar to
-  a registered service: `digits-2` may be about to start while `digits` runs, and this cannot be distinguished from a
-  typo. The watcher logs "did you mean" at once, and `NoTeacherError` repeats it if no teacher appears.
-- If all teachers have answered and lack something requested (an output, the model, a list of their models), students do
-  not wait; see `ConnectionPool.lacking`.
-
-A DNS name among fixed endpoints may have several addresses, like that of a headless Kubernetes service; each is a
-teacher. Names are looked up repeatedly, since pods come and go.
-
-Connections to teachers, and checks of their models, are in `edl.distill.engine`.
+Students wait for the teachers of a valid name, since teachers may start after them, even if the name is similar to a
+registered service: `digits-2` may be about to start while `digits` runs. The watcher logs "did you mean" at once, and
+`NoTeacherError` repeats it if no teacher appears. A DNS name among fixed endpoints may have several addresses, like
+that of a headless Kubernetes service; each is a teacher. Names are looked up repeatedly, since pods come and go.
 """
 
 from __future__ import annotations
@@ -107,15 +95,7 @@ class Teachers:
 
     @classmethod
     def parse(cls, teachers: str | Sequence[str] | Teachers, *, discovery: str | None = None) -> Teachers:
-        """Return the teachers that a name or addresses specify.
-
-        Args:
-            teachers: A service's name, `host:port[,host:port…]`, a list of `host:port`, or `Teachers`, returned as is.
-            discovery: URL of the registry.
-
-        Raises:
-            SettingsError: `teachers` is empty, or neither a name nor addresses.
-        """
+        """Return the teachers that a service's name, or `host:port[,host:port…]` or a list of these, specifies."""
         if isinstance(teachers, Teachers):
             return teachers
         parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
@@ -213,9 +193,7 @@ def _is_name(instance: Instance) -> bool:
 
 
 class TeacherWatcher:
-    """Reports the teachers of a service whenever they change, from its own thread, until closed.
-
-    Fixed endpoints are reported once unless they include DNS names.
+    """Reports teachers whenever they change, from its own thread; fixed endpoints once unless they include DNS names.
 
     `changed` is called with each snapshot, and with "; did you mean …?" if the service has never had a teacher and the
     registry has a similarly named service, otherwise an empty string. The third argument is false if the snapshot

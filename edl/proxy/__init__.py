@@ -2,8 +2,6 @@
 
 A trainer that knows a single teacher's URL gets elastic teachers by changing it: the proxy leaves live, full, slow and
 lost teachers to `Scorer`. Imports aiohttp (the extra `proxy`).
-
-What does not belong here: asking teachers (`edl.distill.scoring`), listening (`edl.http_server`), and generation.
 """
 
 __all__: list[str] = []

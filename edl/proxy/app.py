@@ -2,8 +2,6 @@
 
 Each route exists twice: for all models, and below `/NAME` for one of them, since some trainers know only a teacher's
 URL.
-
-What does not belong here: threads and sockets (`server`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A proxy that runs, from `start` until `close`.
-
-What does not belong here: routes (`app`) and listening (`edl.http_server`).
-"""
+"""A proxy that runs, from `start` until `close`."""
 
 from __future__ import annotations
 

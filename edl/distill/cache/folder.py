@@ -5,17 +5,12 @@
     key      what labels depend on (`CacheKey` as JSON), the layout of their records, their data set
     label    a record under a key and sample id, with a checksum; numbers grow, so the lowest is the oldest
 
-Several processes on a machine share the database. In WAL mode none of them waits to read. The labels of a `put` are one
-transaction, which need not be on disk when it ends (`synchronous = NORMAL`): a sync takes longer than the labels. A
-killed process loses nothing, because the system has the labels; a power failure loses everything since the last
-`flush`. Either way the database contains only whole labels. Under a bound (`disk_bytes`) the oldest labels are deleted
-in the same transaction, and their pages are reused.
+Several processes share the database; in WAL mode none waits to read. The labels of a `put` are one transaction, which
+need not be on disk when it ends (`synchronous = NORMAL`), because a sync takes longer than the labels: a killed process
+loses nothing, a power failure everything since the last `flush`.
 
 A key's number is random, and changes when its labels are discarded because the data changed. Each process remembers the
 number that it began with, and each of its transactions checks it, so no label of the old data is added afterwards.
-
-Disks and the path to them flip bits, so each label has a checksum over its key, layout, id and bytes, verified when it
-is first read. A label that fails counts as missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Decides which teacher gets a request, when to send it to a second one, and when to give it up. No I/O.
-
-`Dispatcher` is a plain state machine. It takes events with their time and returns actions, which `edl.distill.engine`
-carries out. It knows tasks by number and teachers by name, and nothing about tensors or networks.
+"""`Dispatcher`, a plain state machine: it takes events with their time and returns actions.
 
 A task waits in a heap until a teacher has room for it (`_place_waiting`). If it has failed on every teacher that could
 get it soon, it waits for teachers that are still connecting, then for a pause, and is given up if it has no chance. For

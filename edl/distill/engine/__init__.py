@@ -4,6 +4,4 @@
 - `connection` keeps a connection to every teacher in discovery (which `edl.distill.teachers` watches);
 - `compatibility` refuses teachers and answers that differ from earlier ones;
 - `event_loop` is the thread that all readers of a process share.
-
-The user's data and the delivery order are in `edl.distill.pipeline`, bytes on the wire in `edl.distill.transport`.
 """

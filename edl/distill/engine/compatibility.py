@@ -1,8 +1,6 @@
 """Decides whether a teacher, and each of its answers, can be used.
 
-`lacking` compares a model with the student's request. `incompatibility` also compares it with earlier teachers: inputs,
-outputs and rows must match the first teacher's. Only `lacking` can end a student's wait for its first teacher
-(`edl.distill.engine.connection`).
+Inputs, outputs and rows of a model must match the first teacher's.
 """
 
 from __future__ import annotations

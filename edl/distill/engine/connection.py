@@ -1,10 +1,7 @@
 """Keeps connections to the teachers of a service, from their appearance in discovery until their last request ends.
 
-A `TeacherConnection` connects, checks the model, and reconnects until it is closed. The `ConnectionPool` has one for
-each teacher, and tells the dispatcher which teachers exist. A lapsed registration does not end a connection, because
-only the teacher itself can show whether it is alive. A teacher that answers stays in use even if the registry has
-forgotten it; one that does not answer is retried while it is listed. The pool also detects that waiting for a first
-teacher is useless, because all have answered and none is suitable (`ConnectionPool.lacking`).
+A lapsed registration does not end a connection, because only the teacher itself can show whether it is alive. A teacher
+that answers stays in use even if the registry has forgotten it; one that does not answer is retried while it is listed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """`Engine`, which runs the requests of a service on the event loop, as the dispatcher decides.
 
-The feeding thread submits jobs; `Engine` sends them to teachers, and calls each job back once. `Outage` decides,
-without I/O, when work has waited too long for a teacher. Methods below "Any thread" may be called from anywhere; the
-rest runs on the loop. The set of teachers is in `connection`, decisions are in `edl.distill.dispatch`, and the data
-source and the delivery order in `edl.distill.pipeline`.
+The feeding thread submits jobs; `Engine` sends them to teachers, and calls each job back once. Methods below "Any
+thread" may be called from anywhere; the rest runs on the loop.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Detects which data a folder has labels for, and whether these data change while they are labelled.
 
 Labels are stored by sample id, which is usually a position, so labels of an edited file look like those of the
-original. A folder and a job therefore remember a `DataFingerprint`, which covers a few rows: cheap enough for a folder
-of images, and the same on every machine. Within a run that is not enough, because a single row may be rewritten. There,
-size, modification time and inode of each local file are compared too, which any rewrite changes.
+original. A folder and a job therefore remember a `DataFingerprint` of a few rows: cheap enough for a folder of images,
+and the same on every machine. Within a run, size, modification time and inode of each local file are compared too.
 
-`DataGuard` does both. It is called before shards are reported done, so rows of a changed file are never reported.
 Sequences are an exception: their labels contain a fingerprint of the text, so another text's label is never used.
 """
 
@@ -19,7 +17,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TypeAlias
 
@@ -125,12 +122,8 @@ def _changes(files: FileStates) -> list[str]:
         except OSError as exc:
             found.append(f"{name}: {exc.strerror or exc}")
             continue
-        if now.st_size != before.st_size:
-            found.append(f"{name} had {before.st_size:,} bytes and now has {now.st_size:,}")
-        elif now.st_mtime_ns != before.st_mtime_ns:
-            found.append(f"{name} was written at {datetime.fromtimestamp(now.st_mtime):%Y-%m-%d %H:%M:%S}")
-        elif (now.st_dev, now.st_ino) != (before.st_dev, before.st_ino):
-            found.append(f"{name} was replaced by a different file")
+        if any(getattr(now, part) != getattr(before, part) for part in ("st_size", "st_mtime_ns", "st_dev", "st_ino")):
+            found.append(f"{name} was rewritten or replaced (it had {before.st_size:,} bytes, now {now.st_size:,})")
     return found
 
 

@@ -1,16 +1,12 @@
 """`ShardLabeller`, which labels ranges of rows from a `ShardSource` and reports each once its labels are on disk.
 
-The caller's thread takes a shard and starts a stream of batches. The loading thread takes further shards while there
-are any, so that teachers have work between shards, and then ends the stream. The caller's thread counts the answers.
-From time to time, and whenever a stream has ended, it commits: it waits until all labels are on disk, and reports the
-shards whose rows all have one. So a killed worker costs only the shards it was working on, and a reported shard misses
-no label.
+The caller's thread takes a shard and starts a stream of batches; the loading thread adds further shards while there are
+any. From time to time, and whenever a stream has ended, the caller's thread commits: it waits until all labels are on
+disk, and reports the shards whose rows all have one. If a row fails (teachers refuse it, or it cannot be loaded), its
+stream ends. The rows of its shard are then bisected: the good ones are labelled, and the shard is reported failed with
+the ids of the others.
 
-If a row fails (teachers refuse it, or it cannot be loaded), its stream ends. The rows of its shard are then bisected:
-the good ones are labelled, and the shard is reported failed with the ids of the others.
-
-The two threads share queues with atomic operations; the caller's thread changes anything else only after the other
-thread has ended.
+The threads share queues with atomic operations; the caller's thread changes anything else only after the other's end.
 """
 
 from __future__ import annotations

@@ -6,6 +6,4 @@
 - `epoch` is one pass over the data, in which a thread feeds the teachers ahead of the training loop, within bounds;
 - `answers` assembles the answers for an item, and estimates their size;
 - `label_cache` looks labels up in the soft-label cache before teachers are asked, and stores their answers.
-
-The choice of teachers is in `edl.distill.dispatch`, and the cache's formats are in `edl.distill.cache`.
 """

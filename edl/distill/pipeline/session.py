@@ -1,7 +1,7 @@
 """`LabelSession`, which runs a reader's epochs one after the other over shared connections, and closes both.
 
-A session belongs to a reader and persists across its epochs. The first epoch starts it and `close` ends it. For scaling
-(docs/scaling.md), it publishes how many rows the reader requests from each service, and how long training waits.
+For scaling (docs/scaling.md), it publishes how many rows the reader requests from each service, and how long training
+waits.
 """
 
 from __future__ import annotations

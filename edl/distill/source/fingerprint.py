@@ -2,11 +2,9 @@
 
 A source runs ahead of the training loop. If it refills a buffer, or puts other arrays into the same list, the training
 loop gets a different input than the teacher saw. So an item's contents are summarized when it is cut into requests, and
-checked when it is delivered. `ReuseDetector` checks again if the source yields the same memory in between.
-
-A check costs a fraction of a copy. Small arrays are copied. For arrays up to 1 MiB, the sums of 509 columns are kept,
-which cover every byte; for larger arrays, a word from a random position in each of 384 equal pieces. A refilled buffer
-differs in many of them. Of an object of an unknown type, the attributes that are arrays or tensors are checked.
+checked when it is delivered. Small arrays are copied. For arrays up to 1 MiB, the sums of 509 columns are kept, which
+cover every byte; for larger arrays, a word from a random position in each of 384 equal pieces, many of which differ in
+a refilled buffer. Of an object of an unknown type, the attributes that are arrays or tensors are checked.
 """
 
 from __future__ import annotations

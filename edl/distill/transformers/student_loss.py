@@ -1,8 +1,7 @@
 """What a `DistillTrainer` learns from a batch: its texts, `DistillArguments`, and the loss.
 
 Texts may be padded on either side or packed end to end: in a batch without an attention mask, position ids that restart
-mark several texts in a row, as from `DataCollatorWithFlattening`, and transformers' attention separates the texts by
-these position ids. The loss is a sum over the rows of an optimizer step.
+mark several texts in a row, as from `DataCollatorWithFlattening`.
 """
 
 from __future__ import annotations

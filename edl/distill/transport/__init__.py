@@ -4,6 +4,4 @@
 - `client` is the connection to a teacher, which converts answers to labels; `channel` is its tensor channel;
 - `calls` is the gRPC channel with its unary calls and their errors, which also inspects servers;
 - `shm` is the shared memory that teachers on this host read.
-
-The choice of teachers and reconnecting are in `edl.distill.dispatch` and `edl.distill.engine`.
 """

@@ -1,10 +1,8 @@
 """Calls a teacher's server over gRPC, and inspects the server and its model before the first request.
 
-Every error is raised as `RequestFailed`, with a `RequestFailure` for the dispatcher. `TeacherLacks` means that waiting
-does not help unless the server or the student is changed. A server's answers are not trusted.
-
-gRPC decompresses messages before this program sees them, so a few hundred bytes could become gigabytes here. So
-compression is off, and a channel accepts messages only up to the largest possible answer.
+A server's answers are not trusted. gRPC decompresses messages before this program sees them, so a few hundred bytes
+could become gigabytes here. So compression is off, and a channel accepts messages only up to the largest possible
+answer.
 
 W3C Trace Context (https://www.w3.org/TR/trace-context/): `traceparent` is `00-TRACE-PARENT-FLAGS`, of 32, 16 and 2
 hexadecimal digits. A request's id also has 16, so that it can be used as a span id.

@@ -3,10 +3,7 @@
 Requests to an EDL teacher use the tensor channel. Requests to other servers, or if the channel's port cannot be
 reached, are gRPC calls of KServe v2. Tensors are in shared memory if the server is on this host, otherwise in the
 message. A request that fails in shared memory is resent: after registering the memory again, if the server lost it, or
-in a message. `ReplyReader` converts answers to labels, and checks model, version, names, types, shapes and NaN. Every
-error is a `RequestFailure` for the dispatcher.
-
-`calls` inspects the server. Retries and the choice of teachers are handled elsewhere.
+in a message. Every error is a `RequestFailure` for the dispatcher.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_a_rewritten_file_ends_the_worker(serve: Serve, folder: Path, tmp_path: 
                 file.write(X[0].tobytes())
 
     teacher, data = serve("echo"), ArrayData({"x": np.load(path, mmap_mode="r")})
-    with pytest.raises(ConflictError, match=r"x\.npy was written at .*delete it, and run under a new --job name"):
+    with pytest.raises(ConflictError, match=r"x\.npy was rewritten .*delete it, and run under a new --job name"):
         label(folder, teacher, source, data, tell, files)
     assert not {ROWS - 2} & {*source.done_rows}
     with pytest.raises(ConflictError, match="may have labels of both versions"):

@@ -104,11 +104,3 @@ class Options:
                 raise SettingsError(f"{name}={value!r}: must be a whole number of bytes, at least one MiB ({1 << 20})")
         if self.mixed_versions not in ("warn", "refuse"):
             raise SettingsError(f"mixed_versions={self.mixed_versions!r}: must be 'warn' or 'refuse'")
-        if self.publish_load is not None and not isinstance(self.publish_load, bool):
-            raise SettingsError(f"publish_load={self.publish_load!r}: must be True, False or None")
-        if not isinstance(self.policy, Policy):
-            raise SettingsError(f"policy={self.policy!r}: expected an edl.distill.Policy")
-        if self.credentials is not None and not isinstance(self.credentials, Credentials):
-            raise SettingsError(
-                f"credentials of type {type(self.credentials).__name__}: expected edl.distill.Credentials"
-            )

@@ -118,11 +118,6 @@ class AugmentedViews(Dataset[Any]):
         ids: Sequence[int | str] | None = None,
         reseed: Callable[[int], object] | None = None,
     ) -> None:
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise SettingsError(
-                f"a data set of type {type(dataset).__name__} has no samples by index: views need __getitem__ and a "
-                "length"
-            )
         if not is_count(views) or views > _MOST_VIEWS:
             raise SettingsError(f"views={views!r}: must be a whole number from 1 to {_MOST_VIEWS}")
         if ids is not None and len(ids) != len(dataset):

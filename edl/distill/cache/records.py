@@ -198,11 +198,6 @@ class SequenceIds:
         return SequenceIds(ids, lengths, prints, self.inputs)
 
     @property
-    def rows(self) -> int:
-        """Total rows of all sequences, 0 if unknown."""
-        return int(self.lengths.sum()) if self.lengths is not None else 0
-
-    @property
     def heads(self) -> list[Head] | None:
         """Rows and fingerprint of each sequence; None if unknown."""
         if self.lengths is None or self.fingerprints is None:

@@ -1,8 +1,7 @@
 """`Labeller`: connects to teachers, and labels a whole data set in one process, into a folder.
 
 A run is a stream of batches through the teachers (`label_batches`), whose labels a thread of the session puts into the
-folder. That thread drops labels if the disk is too slow. So each run then checks which rows have a label, and repeats
-the others.
+folder. That thread drops labels if the disk is too slow, so each run checks which rows have a label.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from edl.protocol.tensors import Array
 
 OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)
 """Errors caused by a row, on any worker. All others are the worker's own."""
-PASSES = 3
-"""Attempts before an error: labels dropped twice will be dropped a third time unless something changes."""
 _LOST_LABELS = "either the disk is too slow, or the teachers serve different versions of the model"
 _SETTLE_EVERY = 32
 """Batches between two waits for the folder: with more, labels of a fast teacher are dropped."""
@@ -124,14 +121,7 @@ class Labeller:
         """
         self._begin(tell)
         try:
-            for number in range(PASSES):
-                lost = self._pass(first=number == 0)
-                if not lost:
-                    break
-            else:
-                raise TemporaryError(
-                    f"{lost} rows were labelled but not stored: {self._why_lost()}; run the same command again"
-                )
+            self._check_stored(self._label_unknown())
         except BaseException:
             with contextlib.suppress(EDLError):  # marks the folder if the data changed; a later run cannot tell
                 self._guard.check_unchanged(self._view, in_job=False)
@@ -140,8 +130,11 @@ class Labeller:
         self._guard.check_unchanged(self._view, in_job=False, at_end=True)
         return self._progress(self._data.rows)
 
-    def _why_lost(self) -> str:
-        return self._folder.failure or _LOST_LABELS
+    def _check_stored(self, lost: int) -> None:
+        """Raise `TemporaryError` for rows that were labelled and have no label in the folder."""
+        if lost:
+            why = self._folder.failure or _LOST_LABELS
+            raise TemporaryError(f"{lost} rows were labelled but not stored: {why}; run the same command again")
 
     def close(self) -> None:
         """Close the connections. May be called twice."""
@@ -155,15 +148,14 @@ class Labeller:
         seconds = time.monotonic() - self._started
         return LabelProgress(total, self._known, self._labelled, seconds, self._session.stats().teachers_live)
 
-    def _pass(self, *, first: bool) -> int:
+    def _label_unknown(self) -> int:
         """Label all rows without a label; return how many still have none."""
         lost = 0
         unsettled: list[Sequence[SampleId] | SequenceIds] = []
 
         def is_known(ids: list[SampleId], inputs: dict[str, Any] | None) -> Array:  # called in the feeding thread
             known = self._view.contains(lookup_of(self._data, ids, inputs))
-            if first:
-                self._known += int(np.count_nonzero(known))
+            self._known += int(np.count_nonzero(known))
             return known
 
         def settle() -> None:

@@ -15,7 +15,7 @@ import abc
 import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,6 @@ from edl.distill.cache import SoftLabelCache
 from edl.distill.labelling.fingerprint import DataGuard
 from edl.distill.labelling.labeller import (
     OF_THE_ROWS,
-    PASSES,
     Labeller,
     LabelPlan,
     LabelProgress,
@@ -35,7 +34,7 @@ from edl.distill.labelling.labeller import (
     lookup_of,
     session_of,
 )
-from edl.errors import EDLError, PermanentError, SourceError, TemporaryError
+from edl.errors import EDLError, PermanentError, SourceError
 from edl.protocol.tensors import Array
 
 logger = logging.getLogger("edl.distill")
@@ -114,7 +113,6 @@ class ShardLabeller(Labeller):
         self._left: dict[RowShard, int] = {}  # number of these rows per shard
         self._answered: deque[RowShard] = deque()  # shards to commit
         self._suspects: deque[tuple[RowShard, str]] = deque()  # shards to try row by row, and why
-        self._passes: Counter[RowShard] = Counter()  # how often labels of a shard were dropped
         self._failed_in_a_row: set[tuple[int, int]] = set()  # rows of shards that failed since a row was labelled
         self._skipped = 0  # shards without rows to load since the last commit or the last rows
         self._in_hand: RowShard | None = None  # shard whose rows are being looked up or tried
@@ -195,18 +193,12 @@ class ShardLabeller(Labeller):
         if shards:
             self._session.labeller.prepare_epoch()
             self._cache.flush()
-        unkept = 0
         looked_up = [self._data.unknown(self._is_known, shard.start, shard.stop) for shard in shards]
         self._folder.check_data_set(self._view.space)  # fails if another run took the folder for other data
         for shard, lost in zip(shards, looked_up, strict=True):
-            if len(lost):
-                self._passes[shard] += 1
-                unkept += len(lost) if self._passes[shard] >= PASSES else 0
-                self._add(shard, lost)
-            else:
+            if not len(lost):
                 self._source.report_done(shard)
-        if unkept:  # after the other shards were reported
-            raise TemporaryError(f"{unkept} rows were labelled {PASSES} times but not stored: {self._why_lost()}")
+        self._check_stored(sum(map(len, looked_up)))
         self._schedule_commit(time.monotonic() - begun)
         self._committing = False
 

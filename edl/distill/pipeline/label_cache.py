@@ -7,6 +7,7 @@ limit in bytes. Rows beyond it are dropped and counted, and requested again in t
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 from collections import deque
@@ -40,12 +41,6 @@ class CacheConfig:
 
     cache: SoftLabelCache
     dataset: str = ""  # distinguishes data sets, their versions and augmentations; see `CacheKey`
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.cache, SoftLabelCache):
-            raise SettingsError(
-                f"cache={self.cache!r}: expected an edl.distill.cache.SoftLabelCache, such as SoftLabelCache(path=...)"
-            )
 
 
 class SeenInputs:
@@ -131,7 +126,7 @@ class ServiceLabels:
         assert chunk.ids is not None
         self.inputs = self.inputs or tuple(chunk.fields)
         sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
-        ids = _chunk_ids(chunk, sent, spec.sequences) if chunk.lengths is not None else RowIds.of(chunk.ids, sent)
+        ids = RowIds.of(chunk.ids, sent) if chunk.lengths is None else _sequence_ids(chunk, sent, spec.sequences)
         if isinstance(ids, RowIds):
             self._seen.check(ids, sent)
         if not spec.version:
@@ -188,7 +183,7 @@ class OfflineLabels:
         if chunk.lengths is None:
             self._seen.check(as_ids(chunk.ids), chunk.fields)
         inputs = self.view.layout.sequence_inputs if self.view.layout is not None else None
-        ids = _chunk_ids(chunk, chunk.fields, POSITION, inputs)
+        ids: Any = chunk.ids if chunk.lengths is None else _sequence_ids(chunk, chunk.fields, POSITION, inputs)
         found = self.view.get(ids)
         if not found.complete:
             samples = ids.ids if isinstance(ids, SequenceIds) else ids
@@ -200,16 +195,15 @@ class OfflineLabels:
         return found.outputs
 
 
-def _chunk_ids(
+def _sequence_ids(
     chunk: Chunk, fields: Mapping[str, Array], position: str, inputs: Sequence[str] | None = None
-) -> Sequence[Any] | SequenceIds:
-    """Return the ids to look up a chunk's labels.
+) -> SequenceIds:
+    """Return the ids to look up a chunk's sequences.
 
-    For sequences, `inputs` are the names of the inputs that the cached labels belong to; None for all of `fields`.
+    `inputs`: names of the inputs that the cached labels belong to; None for all of `fields`.
     """
     assert chunk.ids is not None
-    if chunk.lengths is None:
-        return chunk.ids
+    assert chunk.lengths is not None
     sent = {name: array for name, array in fields.items() if name != position and (inputs is None or name in inputs)}
     missing = sorted({*(inputs or ())} - {*sent})
     if missing:
@@ -221,11 +215,10 @@ def _chunk_ids(
     return SequenceIds(chunk.ids, chunk.lengths, prints, tuple(sorted(sent)))
 
 
-def _select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] | SequenceIds:
+def _select_ids(ids: RowIds | SequenceIds, mask: Array) -> RowIds | SequenceIds:
     if isinstance(ids, SequenceIds):
         return ids[mask]
-    found = [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]
-    return RowIds(found, ids.fingerprints) if isinstance(ids, RowIds) else found
+    return RowIds(itertools.compress(ids, mask), ids.fingerprints)
 
 
 @dataclass(frozen=True)
@@ -234,7 +227,7 @@ class CacheMiss:
 
     found: Found  # rows that the cache has
     view: CacheView | None  # where they were looked up; None while no answer has named the model's version
-    ids: Sequence[Any] | SequenceIds  # the missing ones
+    ids: RowIds | SequenceIds  # the missing ones
     labels: ServiceLabels  # the service's
     spec: ModelSpec  # the model for whose version the rows were looked up; other versions' labels are separate
 

@@ -232,9 +232,9 @@ class DistillTrainer(transformers.Trainer):
         inputs: Inputs | None = self._teacher_inputs
         tokens: Any = None
         if arguments.of_tokens:
-            texts = _TextFinder(ids_alone=inputs is None)
-            inputs = {IDS: texts.ids, **inputs} if isinstance(inputs, Mapping) else {IDS: texts.ids}
-            tokens = texts.mask
+            more = inputs if isinstance(inputs, Mapping) else {}
+            inputs = {IDS: _ids_alone if inputs is None else lambda batch: find_texts(batch).ids, **more}
+            tokens = lambda batch: find_texts(batch).mask  # noqa: E731
         return distill(
             loader,
             self._teachers,
@@ -358,29 +358,11 @@ def _parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model.forward).parameters
 
 
-class _TextFinder:
-    """Finds a batch's texts once for all inputs."""
-
-    def __init__(self, *, ids_alone: bool) -> None:
-        self._ids_alone = ids_alone
-        self._batch: Any = None
-        self._texts: Any = None
-
-    def ids(self, batch: Mapping[str, Any]) -> Any:
-        """Return token ids [texts, longest]."""
-        return self._find(batch).ids
-
-    def mask(self, batch: Mapping[str, Any]) -> Any:
-        """Return the token mask [texts, longest]."""
-        return self._find(batch).mask
-
-    def _find(self, batch: Mapping[str, Any]) -> Any:
-        if batch is not self._batch:
-            self._texts = find_texts(batch)
-            if self._ids_alone:
-                check_token_types(batch, self._texts)
-            self._batch = batch
-        return self._texts
+def _ids_alone(batch: Mapping[str, Any]) -> Any:
+    """Return the token ids [texts, longest] of a batch from which teachers get nothing else."""
+    texts = find_texts(batch)
+    check_token_types(batch, texts)
+    return texts.ids
 
 
 class _EvaluationBatches:

@@ -124,7 +124,6 @@ def test_other_random_numbers_are_found_out() -> None:
         (lambda: AugmentedViews(Noise(), views=0), "views=0"),
         (lambda: AugmentedViews(Noise(), views=65537), "from 1 to 65536"),
         (lambda: AugmentedViews(Noise(), views=2, ids=["a"]), "1 ids for a data set of 12 samples"),
-        (lambda: AugmentedViews(iter([1]), views=2), "no samples by index"),  # type: ignore[arg-type]
         (lambda: AugmentedViews(Noise(), views=2).set_epoch(-1), "epoch=-1"),
         (lambda: view_seed(True, 0), "sample id True"),
         (lambda: view_seed(1.0, 0), "sample id 1.0"),  # type: ignore[arg-type]

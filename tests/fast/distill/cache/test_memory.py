@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from edl.distill.cache.folder import Namespace
 from edl.distill.cache.records import UNKNOWN, CacheKey, RowLayout, flatten
@@ -79,21 +77,6 @@ def test_unused_namespace_makes_room_at_once() -> None:
     tier.put(new, dict.fromkeys(range(10), RECORD))
     assert tier.ids(new) == list(range(10))
     assert not tier.ids(old)
-
-
-@given(
-    limit=st.integers(0, 8 * 1024),
-    puts=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 20), st.integers(0, 2000)), max_size=60),
-)
-def test_bound_and_counts_hold(limit: int, puts: list[tuple[int, int, int]]) -> None:
-    tier = MemoryTier(limit)
-    spaces = [Namespace(KEY), Namespace(KEY)]
-    last: dict[tuple[Namespace, int], bytes] = {}
-    for index, sample, size in puts:
-        last[spaces[index], sample] = bytes([sample]) * size
-        tier.put(spaces[index], {sample: last[spaces[index], sample]})
-        assert tier.nbytes == sum(len(record) + ROW_OVERHEAD for record in tier.records.values()) <= limit
-    assert tier.records.items() <= last.items()
 
 
 def test_only_equal_keys_are_alike() -> None:

@@ -339,14 +339,6 @@ def test_hedging_cuts_the_tail_in_budget() -> None:
     assert tail[0] < 0.7 * tail[1]
 
 
-def test_dropped_tasks_answer_is_ignored() -> None:
-    dispatcher = connected("a")
-    (send,) = sends(dispatcher.add_task(1, 0.0))
-    assert dispatcher.drop_task(1) == [send]
-    assert dispatcher.attempt_answered(send, 1.0) == []
-    assert not dispatcher._tasks
-
-
 def test_oldest_task_is_sent_again_first() -> None:
     dispatcher = connected("a", hedge_budget=0.0)
     first = sends(dispatcher.add_task(1, 0.0))

@@ -97,33 +97,3 @@ def test_a_text_may_be_empty(model: Served) -> None:
     assert (labels.ids.dtype, labels.values.dtype, labels.classes) == (torch.int32, torch.float32, VOCABULARY)
     with distill([none], model.endpoint, **PAIR) as loader, pytest.raises(SourceError, match="batch 0 is a batch with"):
         list(loader)
-
-
-# Sequences of several domains in one source: each token has the label of its domain's teachers.
-
-SIGN = {"math": 1, "code": -1}
-
-
-@pytest.fixture
-def targets(model: Served, negative: Served) -> dict[str, str]:
-    return {"math": model.endpoint, "code": negative.endpoint}
-
-
-def corpus(count: int) -> list[tuple[Any, str]]:
-    domains = np.random.default_rng(1).choice(["math", "code"], count, p=[0.9, 0.1])
-    return list(zip(sequences(count), map(str, domains), strict=True))
-
-
-def test_padded_batches_of_domains(targets: dict[str, str]) -> None:
-    batches = []
-    for start in range(0, 120, 8):
-        texts, domains = zip(*corpus(120)[start : start + 8], strict=True)
-        texts = [text if row != 3 else text[:0] for row, text in enumerate(texts)]  # an empty text
-        batches.append({**collated(texts), "domain": list(domains)})
-    with distill(batches, targets, route="domain", batch_rows=40, **ASKED) as loader:
-        for _ in range(2):
-            for (batch, labels), expected in zip(list(loader), batches, strict=True):
-                assert batch is expected
-                signs = [SIGN[domain] for domain in batch["domain"]]
-                check_batch(batch["input_ids"], batch["attention_mask"], labels, signs=signs)
-        assert set(loader.stats().routes) == {"math", "code"}

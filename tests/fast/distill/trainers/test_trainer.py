@@ -23,7 +23,6 @@ from edl.distill.transformers.student_loss import (  # noqa: E402
     find_texts,
     learned_rows,
     next_tokens,
-    student_loss,
 )
 from edl.errors import EDLError, NoTeacherError, SettingsError  # noqa: E402
 from edl.testing.models import prefix_scores_of  # noqa: E402
@@ -288,17 +287,6 @@ def test_samples_without_a_label(tmp_path: Path, weight: float) -> None:
     ]
     soft, hard = kl_divergence(logits, taught), torch.nn.functional.cross_entropy(logits, classes)
     torch.testing.assert_close(sum(losses).detach(), (1 - weight) * soft + weight * hard)
-
-
-@pytest.mark.parametrize(("wrong", "words"), [(-1, "hold -1.* 0 to 2"), (3, "hold 3.* 0 to 2")])
-def test_labels_of_no_class(wrong: int, words: str) -> None:
-    arguments = DistillArguments(task="classification", hard_weight=0.5)
-    labels = {"labels": torch.tensor([0, wrong])}
-    with pytest.raises(SettingsError, match=words):
-        student_loss(arguments, labels, all_classes(torch.randn(2, 3), 1.0), 2, torch.randn(2, 3))
-    tokens, logits = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, wrong]])}, torch.zeros(1, 2, 3)
-    with pytest.raises(SettingsError, match=words):
-        student_loss(DistillArguments(hard_weight=0.5), tokens, all_classes(logits, 1.0), 2, logits)
 
 
 def test_masked_language_model(tmp_path: Path, teacher: str) -> None:

@@ -95,7 +95,15 @@ class Teachers:
 
     @classmethod
     def parse(cls, teachers: str | Sequence[str] | Teachers, *, discovery: str | None = None) -> Teachers:
-        """Return the teachers that a service's name, or `host:port[,host:port…]` or a list of these, specifies."""
+        """Return the teachers that a name or addresses specify.
+
+        Args:
+            teachers: A service's name, `host:port[,host:port…]`, a list of `host:port`, or `Teachers`, returned as is.
+            discovery: URL of the registry.
+
+        Raises:
+            SettingsError: `teachers` is empty, or neither a name nor addresses.
+        """
         if isinstance(teachers, Teachers):
             return teachers
         parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)

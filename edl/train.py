@@ -39,7 +39,7 @@ from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, Evaluat
 from edl.collective.ranks import gather_bytes
 from edl.datasets.files import find_files, open_file
 from edl.datasets.parquet import import_parquet
-from edl.distill.losses import kl_divergence, logit_mse, mix
+from edl.distill.losses import kl_divergence, logit_mse
 from edl.distill.torch import distill
 from edl.errors import EDLError, SettingsError
 from edl.quoting import did_you_mean, quote
@@ -278,7 +278,7 @@ class _Training:
                 f"the teachers' output {plan.teacher_output!r} does not match the result of model(): {exc}. Choose "
                 "another output (--teacher-output), or define loss(outputs, labels, soft)"
             ) from exc
-        return soft_loss if labels is None else mix(hard, soft_loss, plan.alpha)
+        return soft_loss if labels is None else plan.alpha * soft_loss + (1.0 - plan.alpha) * hard
 
     def _evaluate(self) -> dict[str, float]:
         """Return the mean of each metric over the rows of `--eval`, shared among the workers."""

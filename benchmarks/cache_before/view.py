@@ -135,7 +135,6 @@ class CacheView:
         self._rows = parts.memory.rows()
         self._layout: RowLayout | None = None
         folder = parts.folder
-        where = f"soft-label cache {folder.path if folder is not None else 'in memory'}, model {key.model!r}"
         self._other_text_warned = False
         self.disk: Namespace | None = None
         if folder is not None:
@@ -198,7 +197,8 @@ class CacheView:
         if sorted(outputs) != sorted(self.key.outputs):
             raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
         half = self._store_dtype == "float16"
-        arrays, layout = flatten(outputs, len(samples) if sequences is None else sequences.rows, half=half)
+        rows = len(samples) if sequences is None else sum(rows for rows, _ in sequences.heads or ())
+        arrays, layout = flatten(outputs, rows, half=half)
         if sequences is None:
             records = layout.pack(arrays)
         else:

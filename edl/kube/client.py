@@ -30,7 +30,6 @@ _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
 name deletes all objects, and a group that contains a slash (a resource may name one) leads to objects that its author
 may not touch.
 """
-_METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _WATCH_GRACE_S: Final = 20.0
 """How long past its planned end a watch may be silent before its connection counts as dead."""
 
@@ -100,23 +99,21 @@ class KubeClient:
         *,
         label_selector: str = "",
         field_selector: str = "",
-        metadata_only: bool = False,
     ) -> ObjectList:
         """Read all objects of a kind, and the version from which a watch can follow.
 
-        An empty `namespace` means the whole cluster. `metadata_only` leaves out everything but the metadata.
+        An empty `namespace` means the whole cluster.
         """
         selectors = _filled(labelSelector=label_selector, fieldSelector=field_selector)
         call = self._call("list", kind, namespace)
         path = self._path(kind, namespace)
-        accept = _METADATA if metadata_only else "application/json"
         for limit in (*[str(_PAGE)] * _MOST_RELISTS, ""):
             items: list[Object] = []
             token = ""
             try:
                 while True:
                     query = {**selectors, **_filled(limit=limit, **{"continue": token})}
-                    answer = self._request(call, "GET", path, query, accept=accept)
+                    answer = self._request(call, "GET", path, query)
                     items.extend(answer.get("items") or ())
                     metadata = answer.get("metadata") or {}
                     token = metadata.get("continue") or ""
@@ -286,9 +283,8 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         content_type: str = "application/json",
-        accept: str = "application/json",
     ) -> Object:
-        answer = self._connection.send(call, method, path, query, body, content_type, accept)
+        answer = self._connection.send(call, method, path, query, body, content_type)
         return parse_object(call, self.url, answer)
 
     def _request_named(

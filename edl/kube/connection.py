@@ -176,10 +176,6 @@ _KEEPALIVE: Final = (
 """A host that vanished is noticed after a minute, also by streams that may legitimately be silent."""
 
 
-_insecure: set[str] = set()
-"""Servers that a warning was logged for."""
-
-
 class _Access(NamedTuple):
     """A kubeconfig or service account as read by the official client."""
 
@@ -218,11 +214,10 @@ class Connection:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         content_type: str = _JSON,
-        accept: str = _JSON,
     ) -> bytes:
         """Send a request, and read the whole response."""
         deadline = time.monotonic() + _CALL_TIMEOUTS * self._settings.timeout_s
-        with self._open(call, method, path, query, body, (content_type, accept), self._settings.timeout_s) as response:
+        with self._open(call, method, path, query, body, content_type, self._settings.timeout_s) as response:
             return _read_whole(call, self.url, response, deadline)
 
     def stream(
@@ -241,7 +236,7 @@ class Connection:
         stream.
         """
         first_s = self._settings.timeout_s if begins_at_once else read_timeout_s
-        stream = Stream(call, self.url, self._open(call, "GET", path, query, None, ("", _JSON), first_s))
+        stream = Stream(call, self.url, self._open(call, "GET", path, query, None, "", first_s))
         if begins_at_once:
             stream.set_silence_limit(read_timeout_s)
         return stream
@@ -260,7 +255,7 @@ class Connection:
         path: str,
         query: Mapping[str, str] | None,
         body: bytes | None,
-        media_types: tuple[str, str],
+        content_type: str,
         read_timeout_s: float | None,
     ) -> BaseHTTPResponse:
         import urllib3
@@ -269,8 +264,7 @@ class Connection:
         timeout = urllib3.Timeout(connect=self._settings.timeout_s, read=read_timeout_s)
         access = self._access
         for attempt in (1, 2):
-            content_type, accept = media_types
-            headers = {"Accept": accept, "User-Agent": "edl"}
+            headers = {"Accept": _JSON, "User-Agent": "edl"}
             if body is not None:
                 headers["Content-Type"] = content_type
             with _translated(call, access.url):
@@ -431,6 +425,7 @@ def _close_idle(access: _Access) -> None:
 
 
 def _load_access(settings: KubeSettings) -> _Access:
+    import urllib3
     from kubernetes import client
 
     configuration = client.Configuration()
@@ -444,7 +439,9 @@ def _load_access(settings: KubeSettings) -> _Access:
         raise SettingsError(f"{source}: its certificates cannot be used: {shown(exc)}") from exc
     _keep_alive(api_client.rest_client.pool_manager)
     if not configuration.verify_ssl:
-        _log_insecure(url, source)
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # which it logs for each connection
+        words = "%s: any host may pose as this API server: %s sets insecure-skip-tls-verify"
+        logger.warning(words, url, source)
     return _Access(url, namespace, api_client)
 
 
@@ -490,17 +487,6 @@ def _leave_out_proxy(configuration: Any) -> None:
     bypass: Callable[[str, Any], bool] = should_bypass_proxies
     if configuration.proxy and bypass(str(configuration.host).rstrip("/"), None):
         configuration.proxy = None
-
-
-def _log_insecure(url: str, source: str) -> None:
-    """Log once per server what urllib3 would warn about on each connection."""
-    import urllib3
-
-    urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-    if url in _insecure:
-        return
-    _insecure.add(url)
-    logger.warning("%s: any host may pose as this API server: %s sets insecure-skip-tls-verify", url, source)
 
 
 def _keep_alive(pool_manager: Any) -> None:

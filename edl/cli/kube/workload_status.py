@@ -23,7 +23,7 @@ from edl.cli.kube.logs import FINAL_PHASES
 from edl.cli.kube.workloads import Target, find_target, list_pods
 from edl.cli.output import age, last_line, printable, show_looks, table
 from edl.dashboard.state import as_json
-from edl.dashboard.state.cluster import decode_time, decode_workload
+from edl.dashboard.state.cluster import decode_workload
 from edl.dashboard.state.jobs import read_job_status
 from edl.dashboard.state.reader import shown_url
 from edl.dashboard.state.records import text, whole
@@ -37,6 +37,7 @@ from edl.dashboard.state.schema import (
 from edl.discovery import Store, open_store
 from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
+from edl.kube.objects import read_time
 from edl.kube.resource_types import EVENTS
 from edl.quoting import clip, shown
 from edl.settings import DiscoverySettings
@@ -148,7 +149,7 @@ def decode_events(found: Sequence[Mapping[str, Any]], last: int) -> tuple[Worklo
     for item in found:
         series: Mapping[str, Any] = item["series"] if isinstance(item.get("series"), Mapping) else {}
         times = (series.get("lastObservedTime"), item.get("lastTimestamp"), item.get("eventTime"))
-        moment = next((at for at in map(decode_time, times) if at is not None), None)
+        moment = next((at for at in map(read_time, times) if at is not None), None)
         count = whole(series.get("count")) or whole(item.get("count")) or 1
         message = text(item.get("message"), 1024)
         events.append(WorkloadEvent(moment, text(item.get("type")), text(item.get("reason")), message, count))

@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import Any, Final
 
 from edl.dashboard.state.records import number, read_fields, rows, text, whole
@@ -24,7 +23,7 @@ from edl.dashboard.state.schema import (
 )
 from edl.errors import EDLError
 from edl.kube.client import KubeClient
-from edl.kube.objects import Object
+from edl.kube.objects import Object, read_time
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
 from edl.master.kube.members.naming import (
@@ -35,6 +34,7 @@ from edl.master.kube.members.naming import (
     PREVIOUS_SPEC_APPLIES,
     TRY_LABEL,
 )
+from edl.master.kube.members.pods import get_mapping
 from edl.quoting import shown
 
 _MAX_MESSAGE: Final = 4096
@@ -50,7 +50,7 @@ _Json = Mapping[str, Any]
 
 def decode_workload(kind: str, found: _Json, pods: Iterable[_Json] | None = None) -> KubernetesWorkload:
     """Read an ElasticJob or a TeacherPool."""
-    metadata, spec, status = (_record(found.get(name)) for name in ("metadata", "spec", "status"))
+    metadata, spec, status = (get_mapping(found, name) for name in ("metadata", "spec", "status"))
     name = text(metadata.get("name"))
     least = whole(spec.get("minReplicas"))
     conditions = tuple(map(_condition, rows(status.get("conditions"))))
@@ -71,14 +71,14 @@ def decode_workload(kind: str, found: _Json, pods: Iterable[_Json] | None = None
         suspended=spec.get("suspend") is True,
         progress=whole(status.get("progressPercentage")),
         remaining_s=number(status.get("estimatedRemainingSeconds")),
-        created=decode_time(metadata.get("creationTimestamp")),
-        started=decode_time(status.get("startTime")),
-        ended=decode_time(status.get("completionTime")),
+        created=read_time(metadata.get("creationTimestamp")),
+        started=read_time(status.get("startTime")),
+        ended=read_time(status.get("completionTime")),
         message=text(status.get("message"), _MAX_MESSAGE),
         borrowed=whole(status.get("borrowed")),
         queue=text(spec.get("queue")),
         conditions=conditions,
-        members=_members(_record(status.get("members")), own),
+        members=_members(get_mapping(status, "members"), own),
     )
 
 
@@ -93,18 +93,6 @@ def sort_workloads(found: Iterable[KubernetesWorkload]) -> list[KubernetesWorklo
     return sorted(found, key=rank)
 
 
-def decode_time(value: Any) -> float | None:
-    """Convert a time of the API (RFC 3339) to seconds since 1970; return None for anything else."""
-    if not isinstance(value, str) or not 19 <= len(value) <= 40:
-        return None
-    spelled = re.sub(r"(\.\d{1,6})\d*", lambda match: match[1].ljust(7, "0"), value.replace("Z", "+00:00"))
-    try:
-        moment = datetime.fromisoformat(spelled)
-        return moment.timestamp() if moment.tzinfo is not None else None
-    except (ValueError, OverflowError):
-        return None
-
-
 def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondition]) -> str:
     if metadata.get("deletionTimestamp"):
         return "Deleting"
@@ -113,25 +101,18 @@ def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondit
     works = phase == "Running" or phase in _ENDED or bool(whole(status.get("readyReplicas")))
     refused = next((item for item in conditions if item.type == "Accepted" and item.status == "False"), None)
     goes_on = refused is None or refused.reason in _TRIED_AGAIN or refused.message.endswith(PREVIOUS_SPEC_APPLIES)
-    if not works and not goes_on:
-        return "Rejected"
-    if phase or not conditions:
-        return phase
-    states = {item.type: item.status for item in conditions}
-    if states.get("Suspended") == "True":
-        return "Suspended"
-    return "Running" if states.get("Ready") == "True" or states.get("Running") == "True" else "Pending"
+    return phase if works or goes_on else "Rejected"
 
 
 def _condition(found: _Json) -> KubernetesCondition:
-    message, since = text(found.get("message"), _MAX_MESSAGE), decode_time(found.get("lastTransitionTime"))
+    message, since = text(found.get("message"), _MAX_MESSAGE), read_time(found.get("lastTransitionTime"))
     return read_fields(KubernetesCondition, found, message=message, since=since)
 
 
 def _is_pod_of(pod: _Json, kind: str, owner: _Json) -> bool:
     """Return whether a pod belongs to exactly this resource, not to an earlier one of the same name."""
-    metadata = _record(pod.get("metadata"))
-    labels = _record(metadata.get("labels"))
+    metadata = get_mapping(pod, "metadata")
+    labels = get_mapping(metadata, "labels")
     if metadata.get("namespace") != owner.get("namespace"):
         return False
     if labels.get(JOB_LABEL if kind == "job" else POOL_LABEL) != owner.get("name"):
@@ -142,11 +123,11 @@ def _is_pod_of(pod: _Json, kind: str, owner: _Json) -> bool:
 def _members(recorded: _Json, pods: Sequence[_Json] | None) -> tuple[KubernetesMember, ...]:
     by_member: dict[str, list[_Json]] = defaultdict(list)
     for pod in pods or ():
-        labels = _record(_record(pod.get("metadata")).get("labels"))
+        labels = get_mapping(get_mapping(pod, "metadata"), "labels")
         by_member[f"{text(labels.get('edl.io/role'))}-{text(labels.get('edl.io/index'))}"].append(pod)
     names = sorted(recorded.keys() | by_member.keys(), key=_member_rank)[:_MAX_MEMBERS]
     known = pods is not None
-    return tuple(_member(text(name), _record(recorded.get(name)), by_member.get(name, []), known) for name in names)
+    return tuple(_member(text(name), get_mapping(recorded, name), by_member.get(name, []), known) for name in names)
 
 
 def _member_rank(name: str) -> tuple[str, int, str]:
@@ -157,7 +138,7 @@ def _member_rank(name: str) -> tuple[str, int, str]:
 def _member(name: str, record: _Json, pods: Sequence[_Json], known: bool) -> KubernetesMember:
     pod = max(pods, key=lambda item: _attempt(item) or 0, default=None)
     state, detail = ("waiting" if known else "unknown", "") if pod is None else _pod_state(pod)
-    metadata = _record(pod.get("metadata")) if pod is not None else {}
+    metadata = get_mapping(pod, "metadata") if pod is not None else {}
     end = record.get("lastEnd")
     tries = [whole(record.get("try")), _attempt(pod) if pod is not None else None]
     return KubernetesMember(
@@ -165,33 +146,33 @@ def _member(name: str, record: _Json, pods: Sequence[_Json], known: bool) -> Kub
         pod=text(metadata.get("name")),
         state=state,
         detail=detail,
-        node=text(_record(pod.get("spec")).get("nodeName")) if pod is not None else "",
+        node=text(get_mapping(pod, "spec").get("nodeName")) if pod is not None else "",
         attempt=max((count for count in tries if count is not None), default=None),
-        failures={text(key): count for key, count in _record(record.get("failures")).items() if whole(count)},
+        failures={text(key): count for key, count in get_mapping(record, "failures").items() if whole(count)},
         memory_factor=number(record.get("memoryFactor")),
-        not_before=decode_time(record.get("notBefore")),
+        not_before=read_time(record.get("notBefore")),
         last_end=_end(end) if isinstance(end, Mapping) else None,
     )
 
 
 def _attempt(pod: _Json) -> int | None:
-    label = _record(_record(pod.get("metadata")).get("labels")).get(TRY_LABEL)
+    label = get_mapping(get_mapping(pod, "metadata"), "labels").get(TRY_LABEL)
     return int(label) if isinstance(label, str) and re.fullmatch(r"[0-9]{1,9}", label) else None
 
 
 def _end(found: _Json) -> KubernetesMemberEnd:
     message, code = text(found.get("message"), _MAX_MESSAGE), whole(found.get("exitCode"))
-    moment = decode_time(found.get("time"))
+    moment = read_time(found.get("time"))
     return read_fields(KubernetesMemberEnd, found, message=message, exit_code=code, time=moment)
 
 
 def _pod_state(pod: _Json) -> tuple[str, str]:
     """Return a pod's state and the reason."""
-    status = _record(pod.get("status"))
+    status = get_mapping(pod, "status")
     phase = text(status.get("phase"))
     if phase in _ENDED:
         return phase.lower(), text(status.get("reason")) or text(status.get("message"))
-    if _record(pod.get("metadata")).get("deletionTimestamp"):
+    if get_mapping(pod, "metadata").get("deletionTimestamp"):
         return "ending", ""
     conditions = {text(item.get("type")): item for item in rows(status.get("conditions"))}
     if phase == "Running":
@@ -207,14 +188,10 @@ def _waiting(status: _Json) -> str:
     """Return what a container waits for, such as an image that cannot be pulled or a missing volume."""
     for name in ("initContainerStatuses", "containerStatuses"):
         for container in rows(status.get(name)):
-            waiting = _record(_record(container.get("state")).get("waiting"))
+            waiting = get_mapping(get_mapping(container, "state"), "waiting")
             if waiting.get("reason"):
                 return ": ".join(filter(None, [text(waiting.get("reason")), text(waiting.get("message"))]))
     return ""
-
-
-def _record(value: Any) -> _Json:
-    return value if isinstance(value, Mapping) else {}
 
 
 MAX_JOBS: Final = 500

@@ -20,6 +20,8 @@ from edl.settings import DiscoverySettings
 
 _LINGER_S: Final = 15.0
 """How long a student without a reader is still listed: one that creates a reader per epoch publishes again by then."""
+_LOAD: Final = ("rows_per_s", "queue_rows", "compute_share", "rows", "compute_s", "workers")
+"""Fields that a teacher's status has from its load record."""
 _READER: Final = re.compile(r"(.+)-[0-9a-f]{8}")
 """Id of a reader: its process and random digits."""
 
@@ -139,18 +141,9 @@ def _teacher(
     if instance is not None:
         model, version = instance.model or model, instance.meta.get("version", "") or version
         endpoint = instance.endpoint
-    status = TeacherStatus(text(name), endpoint, model, version, state, students=tuple(asked_by.get(name, ())))
-    if rate is None:
-        return status
-    return replace(
-        status,
-        rows_per_s=rate.rows_per_s,
-        queue_rows=rate.queue_rows,
-        compute_share=rate.compute_share,
-        rows=rate.rows,
-        compute_s=rate.compute_s,
-        workers=rate.workers,
-    )
+    students = tuple(asked_by.get(name, ()))
+    load: dict[str, Any] = {} if rate is None else {field: getattr(rate, field) for field in _LOAD}
+    return TeacherStatus(text(name), endpoint, model, version, state, students=students, **load)
 
 
 # --- Events ---

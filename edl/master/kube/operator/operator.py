@@ -116,7 +116,7 @@ class Operator:
 
     def _has_pods(self, namespace: str, uid: str) -> bool:
         selector = f"{OWNER_UID_LABEL}={uid}"
-        return bool(self._client.list(PODS, namespace, label_selector=selector, metadata_only=True).items)
+        return bool(self._client.list(PODS, namespace, label_selector=selector).items)
 
     def _list_pools(self, namespace: str) -> list[TeacherPool]:
         where = "" if namespace == ALL_NAMESPACES else namespace

@@ -142,8 +142,6 @@ def test_phases_that_no_status_says() -> None:
     deleted["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     assert decode_workload("job", deleted).phase == "Deleting"
     assert "no operator has handled" in shown(workloads_table([decode_workload("job", new)], NOW, namespaces=False))
-    pool = {"metadata": {"name": "p"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
-    assert decode_workload("pool", pool).phase == "Running"
 
 
 def test_pool_says_why_it_does_not_grow() -> None:

@@ -7,14 +7,12 @@ every label is checked. Like a user's program, it uses only public names; EDL do
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from edl.command_line import CommandParser
 from edl.end_signals import exit_on_sigterm
-from edl.errors import SettingsError
 
 __all__ = ["main"]
 
@@ -35,44 +33,24 @@ examples:
   edl demo                          everything; results in out/demo
   edl demo --quick                  in a third of the time, with fewer seeds and steps
   edl demo --dashboard              with a web page that shows everything live
-  edl demo --seeds 10 --out /tmp/d  more students, another folder"""
+  edl demo --out /tmp/d             results in another folder"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `edl demo`."""
     parser = CommandParser("edl demo", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
-    add("--seeds", type=int, metavar="N", help="students of each kind (default: 5; --quick: 2)")
-    add("--teachers", type=int, metavar="N", help="processes at the start, 2 or more (default: 3)")
-    add("--teacher-ms", type=float, metavar="MS", help="how long a teacher sleeps in each batch (default: 40)")
     add("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where results go (default: out/demo)")
     add("--quick", action="store_true", help="fewer seeds and steps, in a third of the time")
     add("--dashboard", action="store_true", help="also show it on a web page")
     options = parser.parse_args(argv)
-    _check(options)
 
     from edl.cli.demo.models import DemoPlan
     from edl.cli.demo.story import Screen, tell
 
-    plan = DemoPlan(out=options.out)
+    plan = DemoPlan(out=options.out, dashboard=options.dashboard)
     if options.quick:
         plan = replace(plan, seeds=2, steps=400, teacher_epochs=15, join_at=plan.kill_at)
-    plan = replace(
-        plan,
-        seeds=plan.seeds if options.seeds is None else options.seeds,
-        teachers=plan.teachers if options.teachers is None else options.teachers,
-        pause_ms=plan.pause_ms if options.teacher_ms is None else options.teacher_ms,
-        dashboard=options.dashboard,
-    )
     with exit_on_sigterm():  # ends the teachers and cleans up
         tell(plan, Screen())
     return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.seeds is not None and not 1 <= options.seeds <= 100:
-        raise SettingsError(f"--seeds {options.seeds}: between 1 and 100")
-    if options.teachers is not None and not 2 <= options.teachers <= 16:
-        raise SettingsError(f"--teachers {options.teachers}: between 2 and 16, since one is killed and one drained")
-    if options.teacher_ms is not None and not 0 <= options.teacher_ms <= 1000:
-        raise SettingsError(f"--teacher-ms {options.teacher_ms}: between 0 and 1000")

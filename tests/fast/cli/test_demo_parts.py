@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
 
-from edl.cli import main  # noqa: E402
 from edl.cli.demo import models  # noqa: E402
 from edl.cli.demo.models import DemoPlan, Digits, Findings, check  # noqa: E402
 
@@ -67,11 +66,3 @@ def test_spoiled_samples_are_found(batches: list[Batch], digits: Digits, teacher
     batches[0][1][2] += 1
     batches[1][0] = batches[1][0] + np.float32(1e-6)
     assert found(batches, digits, teacher).changed == 5
-
-
-@pytest.mark.parametrize("wrong", [["--seeds", "0"], ["--teachers", "1"], ["--teacher-ms", "-3"]])
-def test_numbers_that_make_no_sense(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *wrong]) == 2
-    error = capsys.readouterr().err
-    assert " ".join(wrong[:1]) in error
-    assert error.count("\n") == 1

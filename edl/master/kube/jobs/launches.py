@@ -18,6 +18,7 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import POD_DISRUPTION_BUDGETS, ResourceType
 from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, build_owner_reference, build_selector, shorten_name
 from edl.master.kube.members.pod_template import POD_ADDRESS, MemberLaunch
+from edl.master.kube.members.pods import get_mapping, get_text
 from edl.master.kube.members.records import MemberRecord
 from edl.master.kube.resources import ElasticJob
 
@@ -108,9 +109,7 @@ def build_object_name(job: ElasticJob) -> str:
 
 
 def _get_scheduler_name(job: ElasticJob) -> str:
-    spec = job.template.get("spec")
-    name = spec.get("schedulerName") if isinstance(spec, Mapping) else ""
-    return name if isinstance(name, str) else ""
+    return get_text(get_mapping(job.template, "spec"), "schedulerName")
 
 
 WORKER: Final = "worker"

@@ -5,6 +5,7 @@ A job ends by a worker's success, a permanent failure, or its deadline. Nothing 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -214,8 +215,6 @@ def _describe(key: str, end: MemberEnd, text: str) -> JobFailure:
     return JobFailure(reason, summary, f"{first}\n{text.strip()}" if text.strip() else first)
 
 
-_LAUNCHING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
-"""Reasons for which a starting container waits."""
 _ESTIMATE_STEP: Final = 0.1
 """Share by which an estimate must change to be rewritten: each write notifies everyone who watches the job."""
 
@@ -329,9 +328,13 @@ def write_job_status(draft: JobDraft) -> Object:
         _describe_accepted(draft),
         _describe_scheduled(draft),
         _describe_running(draft),
-        _describe_suspended(draft),
+        Condition("Suspended", True, "SuspendRequested", "spec.suspend is true: `edl resume` continues the job")
+        if draft.suspended
+        else Condition("Suspended", False, "NotSuspended", "spec.suspend is false"),
         _describe_complete(draft),
-        _describe_failed(draft),
+        Condition("Failed", True, draft.failure.reason, draft.failure.message)
+        if draft.failure is not None
+        else Condition("Failed", False, "NotFailed", "the job has not failed"),
     ]
     before = job.status.get("conditions")
     status: Object = {
@@ -360,8 +363,8 @@ def write_job_status(draft: JobDraft) -> Object:
     return status
 
 
-_VANISHING: Final = ("startTime", "completionTime", "ignoredEdits", "formerSpec")
-"""Fields that are removed if empty: a suspended job has no start, as in `batch/v1`. The last one is obsolete."""
+_VANISHING: Final = ("startTime", "completionTime", "ignoredEdits")
+"""Fields that are removed if empty: a suspended job has no start, as in `batch/v1`."""
 
 
 def _find_phase(draft: JobDraft) -> str:
@@ -387,10 +390,7 @@ def _describe_accepted(draft: JobDraft) -> Condition:
 
 def _describe_scheduled(draft: JobDraft) -> Condition:
     job, observation = draft.job, draft.observation
-
-    def build(holds: bool, reason: str, message: str) -> Condition:
-        return Condition("Scheduled", holds, reason, message)
-
+    build = functools.partial(Condition, "Scheduled")
     if draft.finished:
         return build(False, "Finished", "the job has ended")
     if draft.suspended:
@@ -414,17 +414,14 @@ def _describe_scheduled(draft: JobDraft) -> Condition:
 
 def _describe_running(draft: JobDraft) -> Condition:
     job, ready = draft.job, draft.ready
-
-    def build(holds: bool, reason: str, message: str) -> Condition:
-        return Condition("Running", holds, reason, message)
-
+    build = functools.partial(Condition, "Running")
     if draft.finished:
         return build(False, "Finished", "the job has ended")
     if draft.suspended:
         return build(False, "Suspended", "spec.suspend is true")
     if draft.ending:
         return build(bool(ready), "Ending", draft.ending)
-    stuck = next((pod for pod in draft.workers if pod.waiting not in _LAUNCHING), None)
+    stuck = next((pod for pod in draft.workers if pod.failing), None)
     words = f"{stuck.key}: {stuck.waiting}: {stuck.waiting_message}".rstrip(": ") if stuck else ""
     if ready >= job.min_replicas:
         return build(True, "WorkersRunning", f"{ready} of {draft.target} workers run" + (f"; {words}" if words else ""))
@@ -449,24 +446,12 @@ def _describe_waiting(draft: JobDraft) -> str:
     return f"{key} is restarted at {format_time(waiting[key])}{why}{others}"
 
 
-def _describe_suspended(draft: JobDraft) -> Condition:
-    if draft.suspended:
-        return Condition("Suspended", True, "SuspendRequested", "spec.suspend is true: `edl resume` continues the job")
-    return Condition("Suspended", False, "NotSuspended", "spec.suspend is false")
-
-
 def _describe_complete(draft: JobDraft) -> Condition:
     if draft.failure is not None:
         return Condition("Complete", False, "JobFailed", "the job has failed")
     if draft.succeeded:
         return Condition("Complete", True, "WorkersSucceeded", f"{draft.succeeded} has ended the job")
     return Condition("Complete", False, "NotFinished", draft.ending or "the job is running")
-
-
-def _describe_failed(draft: JobDraft) -> Condition:
-    if draft.failure is not None:
-        return Condition("Failed", True, draft.failure.reason, draft.failure.message)
-    return Condition("Failed", False, "NotFailed", "the job has not failed")
 
 
 def _write_message(conditions: list[Condition], draft: JobDraft) -> str:

@@ -181,9 +181,7 @@ def _read_record(value: Mapping[str, Any]) -> MemberRecord:
         excluded_nodes=tuple(
             ExcludedNode(get_text(item, "node"), until_s, get_text(item, "cause"))
             for item in get_list(value, "excludedNodes")
-            if get_text(item, "node")
-            and (until_s := read_time(item.get("until"))) is not None
-            and get_text(item, "cause") != "node_lost"  # earlier versions avoided nodes that had come back
+            if get_text(item, "node") and (until_s := read_time(item.get("until"))) is not None
         ),
         not_before_s=read_time(value.get("notBefore")),
         last_end=_read_end(get_mapping(value, "lastEnd")),

@@ -33,10 +33,6 @@ logger = logging.getLogger(__name__)
 _COMPONENT: Final = "edl-operator"
 _MOST_WAITING: Final = 2000
 """Most events queued while the API server is unreachable; older ones are dropped: conditions tell the state."""
-_MOST_KNOWN: Final = 10_000
-"""Most events whose last write is remembered."""
-_QUIET_S: Final = 30.0
-"""An event that recurs sooner is counted with the next one, to save writes."""
 _MOST_MESSAGE: Final = 1000
 """Most characters of a message: events.k8s.io limits a note to 1,024 bytes, and kubectl shows it in one line."""
 _CLOSE_S: Final = 2.0
@@ -54,7 +50,6 @@ class EventRecorder:
         self._clock = clock
         self._instance = f"{_COMPONENT}-{socket.gethostname()}-{os.getpid()}"[:128]
         self._waiting: deque[tuple[str, str, Object]] = deque(maxlen=_MOST_WAITING)
-        self._known: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # last write, uncounted repeats
         self._backoff = Backoff(0.5, 30.0, jitter=0.2)
         self._denied = self._closing = False
         self._loop = BackgroundLoop("edl-events", self._step)
@@ -127,38 +122,19 @@ class EventRecorder:
         return 60.0
 
     def _write(self, name: str, namespace: str, event: Object) -> None:
-        key, now_s = (namespace, name), time.monotonic()
-        written_s, uncounted = self._known.get(key, (None, 0))
-        if written_s is not None and now_s - written_s < _QUIET_S:
-            self._known[key] = written_s, uncounted + 1
-            return
         try:
-            if written_s is not None:
-                raise ConflictError(name)  # it exists: count it, without trying to create it
             self._api.create(EVENTS, event, namespace)
         except ConflictError:
-            self._count(name, namespace, event, 1 + uncounted)
-        self._known[key] = now_s, 0
-        self._known.move_to_end(key)
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
-
-    def _count(self, name: str, namespace: str, event: Object, more: int) -> None:
-        there = self._api.get(EVENTS, name, namespace)
-        if there is None:  # the API server forgets events after an hour
-            self._api.create(EVENTS, event, namespace)
-            return
-        count = there.get("count")
-        self._api.patch(
-            EVENTS,
-            name,
-            {
+            there = self._api.get(EVENTS, name, namespace)
+            if there is None:  # the API server has just forgotten it, as it does after an hour
+                raise
+            count = there.get("count")
+            patch = {
                 "metadata": {"resourceVersion": there["metadata"]["resourceVersion"]},
-                "count": (count if isinstance(count, int) else 1) + more,
+                "count": (count if isinstance(count, int) else 1) + 1,
                 "lastTimestamp": event["lastTimestamp"],
-            },
-            namespace,
-        )
+            }
+            self._api.patch(EVENTS, name, patch, namespace)
 
 
 _KEPT_S: Final = 5.0

@@ -24,7 +24,7 @@ from edl.errors import AccessDeniedError
 from edl.master.kube.capacity import GPU, ONE, ClusterCapacity, PodClaim
 from edl.master.kube.jobs import find_final_phase, find_waiting_since_s, shares_cluster
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL
-from edl.master.kube.members.pods import MemberPod
+from edl.master.kube.members.pods import MemberPod, get_mapping, get_text
 from edl.master.kube.observation import OwnerObservation, StoreAnswer
 from edl.master.kube.operator.owner_keys import OwnerKeyCleanup
 from edl.master.kube.operator.settings import StoreAllowlist
@@ -167,8 +167,6 @@ def read_sharing_job(
     job: ElasticJob, wanted: int | None = None, remaining_s: int | None = None, pods: Iterable[MemberPod] = ()
 ) -> SharingJob | None:
     """Return a job for arbitration; None if it takes no part."""
-    spec = job.template.get("spec")
-    spec = spec if isinstance(spec, dict) else {}
     if job.scaling != "auto" or job.suspend or not shares_cluster(job):
         return None
     if find_final_phase(job):
@@ -185,7 +183,7 @@ def read_sharing_job(
         claim,
         job.created_s,
         remaining_s,
-        job.priority_class_name or str(spec.get("priorityClassName") or ""),
+        job.priority_class_name or get_text(get_mapping(job.template, "spec"), "priorityClassName"),
         find_waiting_since_s(job, pods),
     )
 

@@ -53,14 +53,6 @@ def test_times_are_read(text: str, seconds: float) -> None:
     assert parse_time(text) == pytest.approx(seconds, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "now", "2026-11-23", "2026-11-23T04:00:00", "2026-13-01T00:00:00Z", "1.Z", "1.5Z"]
-)
-def test_no_times(text: str) -> None:
-    with pytest.raises(ValueError):
-        parse_time(text)
-
-
 class Machines:
     """A machine and an API server whose clock is ahead by `skew_s`; `now_s` is the server's time."""
 
@@ -103,11 +95,3 @@ def test_wrong_answer_changes_nothing(wrong_s: float, skew_s: float) -> None:
     for _ in range(3):
         machines.ask(wrong_s=600.0)
     assert abs(machines.error_s - 600.0) <= 2.0, "the API server's clock was set"
-
-
-@pytest.mark.parametrize("date", ["", "yesterday", "Mon, 99 Foo 2026 00:00:00 GMT", "Thu, 01 Jan 99999 00:00:00 GMT"])
-def test_bad_date_changes_nothing(date: str) -> None:
-    machines = Machines(3600.0)
-    for _ in range(5):
-        machines.clock.note(date, machines.clock.begin())
-    assert machines.error_s == -3600.0

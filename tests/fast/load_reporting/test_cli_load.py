@@ -122,13 +122,6 @@ def snapshot(*instances: Instance, rejected: tuple[Rejected, ...] = (), stale: s
     return Snapshot("digits", instances, rejected, stale)
 
 
-def test_the_first_snapshot_is_all_joins() -> None:
-    assert list(changes(None, snapshot(ONE, TWO))) == [
-        Change("joined", "digits", "one", "10.0.0.1:8500, model resnet, capacity 2"),
-        Change("joined", "digits", "two", "10.0.0.2:8500, capacity 1"),
-    ]
-
-
 def test_what_differs_is_said() -> None:
     after = replace(ONE, state="draining", capacity=1.0, meta={"gpu": "T4"}, tags=("a", "b"))
     (change,) = changes(snapshot(ONE), snapshot(after))

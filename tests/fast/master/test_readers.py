@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import math
@@ -30,7 +29,7 @@ from edl.errors import (
 )
 from edl.master import MasterClient, ShardingClient, ShardReader, ShardSettings, open_dataset
 from edl.master.client import shard_reader
-from edl.master.client.conversation import Conversation, ShardSession
+from edl.master.client.conversation import Conversation
 from edl.master.client.master_client import MasterConnection
 from edl.master.journal import open_journal
 from edl.protocol import master as messages
@@ -419,16 +418,6 @@ def test_busy_journal_is_waited_for(
     found += reader
     assert sorted(shard.start for shard in found) == list(range(0, 100, 10))
     assert client.status()["datasets"][0]["units_done"] == 100
-
-
-def test_a_new_session_of_its_name_shows() -> None:
-    session = ShardSession("s")
-    assert session.is_same(messages.NextReply(last_request=0))
-    session.next_turn(1, collections.deque())
-    assert session.is_same(messages.NextReply(last_request=0)), "the turn was not heard"
-    assert session.is_same(messages.NextReply(last_request=1)), "the turn was heard, its answer lost"
-    session.answer({})
-    assert not session.is_same(messages.NextReply(last_request=0)), "a new session of this name"
 
 
 def test_a_position_within_a_shard(led: Lead, read: Read) -> None:

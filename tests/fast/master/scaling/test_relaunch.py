@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from edl.collective.agent.ending import ExitCode, TerminationMessage
 from edl.collective.agent.health.failures import ExitCause
 from edl.master.scaling.terminations import (
-    RELAUNCH_TABLE,
     RelaunchAction,
-    RelaunchRule,
     TerminationCause,
     TerminationReport,
     decide_relaunch,
@@ -89,13 +87,6 @@ def test_what_goes_on_for_ever(cause: TerminationCause) -> None:
     """Only what the cluster does to a job may repeat without end."""
     endless = decide_relaunch(cause, 10**9).action is not RelaunchAction.STOP
     assert endless == (cause in {Cause.SUCCEEDED, Cause.PREEMPTED, Cause.NODE_LOST, Cause.QUORUM_MISSED})
-
-
-def test_another_table() -> None:
-    table = {**RELAUNCH_TABLE, Cause.USER_ERROR: (RelaunchRule(RelaunchAction.NEW_POD, 3),)}
-    actions = [decide_relaunch(Cause.USER_ERROR, count, table).action for count in (1, 3, 4)]
-    assert actions == [RelaunchAction.NEW_POD, RelaunchAction.NEW_POD, RelaunchAction.STOP]
-    assert decide_relaunch(Cause.USER_ERROR, 1).action is RelaunchAction.STOP
 
 
 @settings(max_examples=50)

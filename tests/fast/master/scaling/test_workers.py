@@ -49,11 +49,6 @@ def test_fit_finds_the_model(model: ThroughputModel, sizes: list[int]) -> None:
         assert math.isclose(found.predict_rate(size), model.predict_rate(size), rel_tol=1e-6)
 
 
-def test_samples_of_one_time_weigh_alike() -> None:
-    record = ThroughputHistory().record_rate(2, 1.0, 0.0).record_rate(2, 4.0, 0.0).sizes[2]
-    assert (record.mean, record.weight, record.samples) == (1.25, 2.0, 2)
-
-
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf, 1e-320])
 def test_useless_rates_are_ignored(rate: float) -> None:
     history = ThroughputHistory().record_rate(4, rate, 0.0)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from edl.errors import ConflictError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.shards import ShardBook
-from edl.master.shards.dataset_shards import open_envelope, seal
 from edl.master.shards.units import UnitCursor
 from edl.protocol import master
 
@@ -333,26 +332,6 @@ def test_impossible_parts_are_refused(units: int) -> None:
     assert job.book.snapshot() == before
 
 
-def test_impossible_commands_are_refused() -> None:
-    job = Job()
-    job.open("a")
-    before = job.book.snapshot()
-    for command, words in (
-        (master.Command(), "newer version of EDL"),
-        (master.Command(begin_term=master.BeginTerm(term=1)), "term 1: 1 has begun"),
-        (
-            master.Command(open_session=master.OpenSession(dataset="d", session="a", holder="b")),
-            "use a random session id",
-        ),
-        (master.Turn(session="a", request=2), "turn 2 of session a: the last was 0"),
-        (master.Turn(session="a", request=1, want=-1), "a turn requests -1 shards"),
-        (master.Turn(session="a", request=1, done=[7]), "1 leases with 0 terms"),
-    ):
-        with pytest.raises((SettingsError, ConflictError), match=words):
-            job.book.turn(command) if isinstance(command, master.Turn) else job.book.apply(command)
-    assert job.book.snapshot() == before
-
-
 def test_foreign_progress_is_refused() -> None:
     job = Job()
     progress = job.book.datasets["d"].progress()
@@ -369,29 +348,6 @@ def test_foreign_progress_is_refused() -> None:
     with pytest.raises(ConflictError, match="a different specification"):
         job.apply(restore_progress=master.RestoreProgress(dataset="d", progress=other.book.datasets["d"].progress()))
     assert job.book.snapshot() == before
-
-
-def test_impossible_progress_is_refused() -> None:
-    """Its checksum is right: made by another program, or for what was here another time."""
-    job = Job()
-    magic = b"EDL progress\0"
-    state = open_envelope(magic, "x", job.book.datasets["d"].progress(), master.ProgressState)
-    for change in (
-        {"position": 11},
-        {"position": -1},
-        {"units": 200},
-        {"epoch": 1},
-        {"units_done": -1},
-        {"shards": [master.ShardState(shard=3, returned=[30, 41])]},
-        {"shards": [master.ShardState(shard=3, returned=[30])]},
-        {"shards": [master.ShardState(shard=10, returned=[100, 110])]},
-        {"shards": [master.ShardState(epoch=1, shard=1, poisoned=[10, 20])]},
-    ):
-        wrong = master.ProgressState()
-        wrong.CopyFrom(state)
-        wrong.MergeFrom(master.ProgressState(**change))
-        with pytest.raises(ProtocolError, match="impossible progress"):
-            job.apply(restore_progress=master.RestoreProgress(dataset="d", progress=seal(magic, wrong)))
 
 
 def test_foreign_snapshots_are_refused() -> None:

@@ -67,13 +67,6 @@ def build_ended(exit_code: int, message: str = "", reason: str = "Error", **stat
     return pod
 
 
-@pytest.mark.parametrize("text", ["Killed", "[1]", "{", '{"cause": 3, "oom_kills": true}', "[" * 10_000])
-def test_other_programs_words(text: str) -> None:
-    report = read_member_pod(build_ended(137, text)).termination
-    assert (report.agent_cause, report.oom_kills) == ("", None)
-    assert find_termination_cause(report).cause is TerminationCause.KILLED
-
-
 INITIALIZING = [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}]
 
 

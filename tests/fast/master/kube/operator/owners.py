@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from edl.kube.objects import Object
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 
 NOWHERE = "edl://nowhere:29400"
@@ -25,13 +24,6 @@ def make_job(name: str = "digits", *, uid: str = "", gpus: int = 0, pod: Any = N
     job = parse_elastic_job({"metadata": metadata, "spec": fields, "status": {}}, fields["store"])
     assert isinstance(job, ElasticJob), job
     return job
-
-
-def make_node(gpus: int) -> Object:
-    """Return a node of the name `n`."""
-    amounts = {"cpu": "64", "memory": "256Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
-    conditions = [{"type": "Ready", "status": "True"}]
-    return {"metadata": {"name": "n"}, "spec": {}, "status": {"allocatable": amounts, "conditions": conditions}}
 
 
 def make_pool(namespace: str = "lab", day: int = 1, **spec: Any) -> TeacherPool:

@@ -21,7 +21,8 @@ from edl.master.kube.operator.surroundings import (
     read_sharing_job,
 )
 from edl.master.kube.resources import ElasticJob, TeacherPool
-from tests.fast.master.kube.operator.owners import make_job, make_node, make_pool
+from tests.fast.master.kube.capacity import objects
+from tests.fast.master.kube.operator.owners import make_job, make_pool
 from tests.waiting import wait_until
 
 
@@ -31,12 +32,7 @@ def share_job(name: str, least: int = 1, most: int = 8, gpus: int = 1, **spec: A
 
 def make_pod(name: str, node: str, owner: str = "", gpus: int = 1) -> Object:
     labels = {"edl.io/owner-uid": f"u-{owner}", "edl.io/role": "worker", "edl.io/job": owner} if owner else {}
-    container = {"name": "m", "resources": {"requests": {"nvidia.com/gpu": str(gpus)}}}
-    return {
-        "metadata": {"name": name, "namespace": "lab", "uid": name, "labels": labels},
-        "spec": {"containers": [container], "nodeName": node},
-        "status": {"phase": "Running" if node else "Pending"},
-    }
+    return objects.pod(gpus, name=name, uid=name, labels=labels, **({"node": node} if node else {}))
 
 
 def share(nodes: list[Object], pods: list[Object], *jobs: ElasticJob) -> dict[str, int]:
@@ -45,7 +41,7 @@ def share(nodes: list[Object], pods: list[Object], *jobs: ElasticJob) -> dict[st
     return {key.rpartition("/")[2]: share.workers for key, share in found.items()}
 
 
-FOUR = [make_node(4)]
+FOUR = [objects.node("n", 4)]
 MADE_S = share_job("a").created_s
 
 
@@ -80,7 +76,7 @@ def test_workers_keep_what_they_run_on(change: dict[str, Any], count: int) -> No
     for pod in pods:
         if pod["metadata"]["name"] == change.get("asked"):
             pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    node = make_node(4)
+    node = objects.node("n", 4)
     for name in ("metadata", "spec", "status"):
         node[name] |= change.get(name, {})
     assert share([node], pods, share_job("a")) == {"a": count}
@@ -141,7 +137,7 @@ def test_job_that_waited_too_long_is_first() -> None:
 
     assert hold(3599.0) == []
     assert hold(3600.0) == ["b"], "one that runs goes on, and another priority class is the scheduler's to order"
-    assert hold(3600.0, make_node(3)) == [], "no node is large enough"
+    assert hold(3600.0, objects.node("n", 3)) == [], "no node is large enough"
     assert hold(3600.0, pod={"nodeSelector": {"gpu": "h100"}}) == [], "none that it may use"
 
 

@@ -24,8 +24,9 @@ from edl.master.kube.operator.reconciler import Reconciler
 from edl.master.kube.operator.settings import StoreAllowlist
 from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.kube.resources import MemberOwner
+from tests.fast.master.kube.capacity import objects
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled
-from tests.fast.master.kube.operator.owners import NOWHERE, make_node
+from tests.fast.master.kube.operator.owners import NOWHERE
 
 PAGE = (Path(__file__).parents[5] / "docs/kubernetes-conditions.md").read_text()
 KEY = "elasticjobs/lab/digits"
@@ -51,9 +52,7 @@ class GivenSurroundings:
     def look(self, owner: MemberOwner, pods: object) -> OwnerObservation:
         found, capacity = self._given, None
         if found.cores is not None:
-            amounts = {"cpu": str(found.cores), "memory": "64Gi", "pods": "110"}
-            ready = {"allocatable": amounts, "conditions": [{"type": "Ready", "status": "True"}]}
-            node = {"metadata": {"name": "node1"}, "spec": {}, "status": ready}
+            node = objects.node("node1", cpu=str(found.cores), memory="64Gi")
             pods = [obj for (plural, *_), obj in self._api.objects.items() if plural == "pods"]
             capacity = ClusterCapacity.of([node], pods)
         store = StoreAnswer(found.wanted, stale=found.stale)
@@ -151,7 +150,7 @@ def test_resource_that_goes() -> None:
 
 def test_patience_outlives_the_operator() -> None:
     """A job that has waited an hour for a whole node is served first, also by an operator that has just started."""
-    api, node = InMemoryApi(), {**make_node(8), "metadata": {"name": "node1"}}
+    api, node = InMemoryApi(), objects.node("node1", 8)
 
     def put(name: str, gpus: int) -> str:
         container = {"name": "main", "image": "i", "resources": {"limits": {"nvidia.com/gpu": gpus}}}

@@ -12,12 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from edl.cli.kube.workload_status import show_workload
+from edl.cli.kube.workload_status import LAST_EVENTS, show_workload
 from edl.cli.kube.workloads import add_cluster_options, find_target, open_cluster
 from edl.cli.output import counted, last_line, printable, show_looks, table
 from edl.collective.goodput import Event, NodeStatus
 from edl.collective.job_records import GAVE_UP, Exclusion
-from edl.command_line import CommandParser, at_least
+from edl.command_line import CommandParser
 from edl.dashboard.state import as_json
 from edl.dashboard.state.jobs import read_job_status
 from edl.dashboard.state.schema import DatasetStatus, JobStatus, MasterStatus, PoisonedShard
@@ -120,7 +120,6 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("job", metavar="JOB", help="name of the job (`edl run --rdzv-id`)")
     parser.add_store_option()
-    add("--events", type=at_least(0), default=10, metavar="N", help="show the last N events (default: 10)")
     add("--watch", action="store_true", help="refresh every second until the job ends or Ctrl-C")
     add("--json", action="store_true", help="print JSON")
     add("--forget", action="store_true", help="delete the records of a job that has no agents or master")
@@ -137,12 +136,12 @@ def main(argv: Sequence[str]) -> int:
         if options.forget:
             return _forget(store, options.job)
         try:
-            status = read_job_status(store, options.job, options.events)
+            status = read_job_status(store, options.job, LAST_EVENTS)
         except SettingsError as exc:
             if options.store is not None or not _show_from_cluster(options, exc):
                 raise
             return 0
-        looks = _looks(store, status, options.events) if options.watch else [(status, "")]
+        looks = _looks(store, status) if options.watch else [(status, "")]
         show_looks(looks, _view, (lambda look: _json(look[0])) if options.json else None, _WIDTH)
     return 0
 
@@ -183,7 +182,7 @@ def _json(status: JobStatus) -> str:
     return json.dumps(fields, allow_nan=False)
 
 
-def _looks(store: Store, status: JobStatus, events: int) -> Iterator[tuple[JobStatus, str]]:
+def _looks(store: Store, status: JobStatus) -> Iterator[tuple[JobStatus, str]]:
     """Yield the job until it ends, with any store error: an outage is reported but does not end it."""
     trouble = ""
     while True:
@@ -192,7 +191,7 @@ def _looks(store: Store, status: JobStatus, events: int) -> Iterator[tuple[JobSt
             return
         time.sleep(_EVERY_S)
         try:
-            status, trouble = read_job_status(store, status.job, events), ""
+            status, trouble = read_job_status(store, status.job, LAST_EVENTS), ""
         except DiscoveryError as exc:
             trouble = f"last known state: {exc}"
 

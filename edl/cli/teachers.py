@@ -30,8 +30,8 @@ _LOOK_S = 1.0
 """Poll interval of `--watch` for all services; a single service is watched instead."""
 _STALE_S = 60.0
 """Age from which a wanted count is called old: a running advisor writes every few seconds."""
-_MOST_NOTES = 200
-"""Characters of a teacher's tags and metadata; all of them are in the JSON."""
+_MOST_META, _MOST_NOTES = 48, 200
+"""Characters of a teacher's metadata, and of its tags and metadata; all of them are in the JSON."""
 _WIDTH = 240
 """Characters of a line if the output is not a terminal."""
 _STYLES = {
@@ -284,11 +284,11 @@ def _value(value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def brief_meta(meta: Any, limit: int = 48) -> str:
-    """Return metadata as `key=value key=value`, cut to `limit` characters, without `boot`, which only programs need."""
+def brief_meta(meta: Any) -> str:
+    """Return metadata as `key=value key=value`, cut, without `boot`, which only programs need."""
     in_order = sorted(meta.items(), key=lambda item: (item[0] != "version", item[0]))
     text = " ".join(f"{key}={value}" for key, value in in_order if key != "boot")
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= _MOST_META else text[: _MOST_META - 1] + "…"
 
 
 # --- Load ---

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from edl.cli.kube.manifests import ReplicaRange
+from edl.cli.kube.manifests import ReplicaRange, split_words
 from edl.command_line import CommandParser, at_least, split_names
 from edl.errors import SettingsError
 
@@ -53,10 +52,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `edl train`."""
     options = parser().parse_args(argv)
     workers = ReplicaRange.parse(options.workers, "--workers", 1)
-    try:
-        extra = shlex.split(options.run)
-    except ValueError as exc:
-        raise SettingsError(f"--run {options.run!r}: {exc}: quote it as in a shell") from exc
+    extra = split_words("--run", options.run)
     if not Path(options.model).is_file():
         raise SettingsError(f"{options.model}: there is no such file in {Path.cwd()}")
     if not 0 <= options.alpha <= 1 or options.temperature <= 0:

@@ -207,33 +207,31 @@ class KubeClient:
     def read_log(
         self,
         pod: str,
-        namespace: str | None = None,
         *,
         container: str = "",
         follow: bool = False,
         tail_lines: int | None = None,
-        previous: bool = False,
         since_time: str = "",
         timestamps: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[bytes]:
         """Yield a container's log in chunks, which may end within a line.
 
-        `follow` continues until the container ends; `previous` reads the container before its last restart;
-        `since_time` has the format of `format_time`; `timestamps` starts each line with its time. The log ends after
-        `deadline_s`, if given. If the node vanishes, it ends with an error after a minute.
+        `follow` continues until the container ends; `since_time` has the format of `format_time`; `timestamps` starts
+        each line with its time. The log ends after `deadline_s`, if given. If the node vanishes, it ends with an error
+        after a minute.
 
         Raises:
             InvalidObjectError: the pod or container does not exist or has not started.
         """
-        call = self._call("get", PODS, namespace, pod, "log")
-        flags = {"follow": follow, "previous": previous, "timestamps": timestamps}
+        call = self._call("get", PODS, None, pod, "log")
+        flags = {"follow": follow, "timestamps": timestamps}
         query = _filled(container=container, sinceTime=since_time, **{name: "true" for name in flags if flags[name]})
         if tail_lines is not None:
             query["tailLines"] = str(tail_lines)
         end = None if deadline_s is None else time.monotonic() + deadline_s
         silence_s = deadline_s if follow else self._settings.timeout_s
-        stream = self._connection.stream(call, self._path(PODS, namespace, pod, "log"), query, silence_s)
+        stream = self._connection.stream(call, self._path(PODS, None, pod, "log"), query, silence_s)
         try:
             yield from _read_until(stream, end) if end is not None else stream
         finally:

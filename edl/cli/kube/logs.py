@@ -7,7 +7,6 @@ connections to a pod into one log, without gaps or repetitions. `PhaseObserver` 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import queue
@@ -15,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Final, TypeAlias
@@ -205,12 +204,9 @@ def terminal_safe(text: str) -> str:
 # --- Pods ---
 
 
-def select_pods(pods: Iterable[MemberPod], *, previous: bool = False) -> list[MemberPod]:
-    """Return the newest pod of each member, or the one before it of each member that has one."""
-    by_member: dict[str, list[MemberPod]] = defaultdict(list)
-    for pod in pods:
-        by_member[pod.key].append(pod)
-    return [found[-2] if previous else found[-1] for found in by_member.values() if len(found) > previous]
+def select_newest(pods: Iterable[MemberPod]) -> list[MemberPod]:
+    """Return the newest pod of each member; `pods` are in the order of attempts."""
+    return list({pod.key: pod for pod in pods}.values())
 
 
 def _has_started(pod: MemberPod) -> bool:
@@ -394,7 +390,7 @@ class LogFollower:
         for pod in pods:
             if _has_started(pod) and pod.uid not in self._readers:
                 self._follow(pod)
-        for pod in select_pods(pods):
+        for pod in select_newest(pods):
             if not _has_started(pod) and pod.uid not in self._late:
                 self._late.add(pod.uid)
                 self._note(f"{pod.key}: pod {pod.name} has not started yet ({_describe_wait(pod)})")
@@ -454,7 +450,6 @@ examples:
   edl logs first-job                the logs of the current pods
   edl logs first-job -f --tail 10   continue until the job ends or Ctrl-C
   edl logs first-job --worker 0     a single worker, without prefix
-  edl logs first-job --previous     the previous pods: why did they end?
   edl logs pool/digits -f"""
 
 
@@ -495,12 +490,9 @@ def main(argv: Sequence[str]) -> int:
     add("-f", "--follow", action="store_true", help="continue until the job has ended, or Ctrl-C")
     add("--worker", type=at_least(0), metavar="N", help="only worker N (of a pool: teacher N), without prefix")
     add("--master", action="store_true", help="only the job's master, without prefix")
-    add("--previous", action="store_true", help="the previous pods")
     add("--tail", type=at_least(0), metavar="N", help="only the last N lines of each pod")
     add_cluster_options(parser)
     options = parser.parse_args(argv)
-    if options.follow and options.previous:
-        raise SettingsError("--previous: pods that have ended cannot be followed; omit -f")
     if options.master and options.worker is not None:
         raise SettingsError("--master and --worker cannot be combined")
     member = "master-0" if options.master else None
@@ -510,42 +502,24 @@ def main(argv: Sequence[str]) -> int:
             member = f"{'worker' if target.kind == 'job' else 'teacher'}-{options.worker}"
         screen = LogScreen(prefix=member is None)
         if not options.follow:
-            return 0 if _show(client, target, member, options, screen) else 1
+            return 0 if _show(client, target, member, options.tail, screen) else 1
         follower = LogFollower(client, target, screen.write, screen.note, member=member, tail_lines=options.tail)
         screen.note(f"{target}: {follower.run()}")
         return 0
 
 
-def _show(
-    client: KubeClient, target: Target, member: str | None, options: argparse.Namespace, screen: LogScreen
-) -> bool:
+def _show(client: KubeClient, target: Target, member: str | None, tail_lines: int | None, screen: LogScreen) -> bool:
     """Show current logs; return whether all could be read."""
     whole = True
-    selected = select_pods(_list_pods(client, target, member), previous=options.previous)
+    selected = select_newest(_list_pods(client, target, member))
+    if not selected:
+        raise EDLError(f"{target} has no such pods now; its phase and its last ends are in `edl status {target.name}`")
     for pod in selected:
         try:
-            PodLog(client, pod, options.tail, screen.write, screen.note).read(follow=False)
+            PodLog(client, pod, tail_lines, screen.write, screen.note).read(follow=False)
         except KubernetesError as exc:  # perhaps the pod's node is down; show the other logs
             screen.note(f"{pod.key}: {exc}")
             whole = False
         except InvalidObjectError as exc:
             screen.note(f"{pod.key}: {exc if _has_started(pod) else f'has not started ({_describe_wait(pod)})'}")
-    if options.previous:
-        _show_recorded(target, member, {pod.key for pod in selected}, screen)
-    elif not selected:
-        raise EDLError(f"{target} has no such pods now; its phase and its last ends are in `edl status {target.name}`")
     return whole
-
-
-def _show_recorded(target: Target, member: str | None, shown: set[str], screen: LogScreen) -> None:
-    """Show the last messages that the operator recorded for deleted pods."""
-    for found in decode_workload(target.kind, target.resource).members:
-        end = found.last_end
-        if end is None or found.name in shown or member not in (None, found.name):
-            continue
-        shown.add(found.name)
-        screen.note(f"{found.name}: its last pod is gone; it ended by {end.cause or 'an unknown cause'}, saying:")
-        for line in (end.message or "(nothing)").splitlines():
-            screen.write(found.name, line.encode())
-    if not shown:
-        screen.note(f"{target}: no member has had a previous pod")

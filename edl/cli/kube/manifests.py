@@ -94,7 +94,6 @@ class SubmitOptions:
     module: bool = False
     run: tuple[str, ...] = ()
     image: str = ""
-    command: tuple[str, ...] = ()
     workers: ReplicaRange = ReplicaRange(1, 1)
     processes: int | None = None
     gpus: int = 0
@@ -121,6 +120,14 @@ def check_name(name: str, option: str = "--name") -> str:
     return name
 
 
+def split_words(option: str, spelled: str) -> tuple[str, ...]:
+    """Split an option's value as a shell does."""
+    try:
+        return tuple(shlex.split(spelled))
+    except ValueError as exc:
+        raise SettingsError(f"{option} {spelled!r}: {exc}: quote it as in a shell") from exc
+
+
 def parse_environment(given: Iterable[str]) -> dict[str, str]:
     """Read "NAME=VALUE" of several `--env`."""
     found: dict[str, str] = {}
@@ -143,10 +150,7 @@ def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[Reque
             raise SettingsError(f"--serve {item!r}: expected SERVICE=ARGUMENTS, with arguments of `edl serve`")
         if service in commands:
             raise SettingsError(f"--serve {service}=… is given twice")
-        try:
-            commands[service] = tuple(shlex.split(arguments))
-        except ValueError as exc:
-            raise SettingsError(f"--serve {item!r}: {exc}: quote it as in a shell") from exc
+        commands[service] = split_words("--serve", arguments)
     found: list[RequestedPool] = []
     for item in teachers:
         service, equals, spelled = item.partition("=")
@@ -302,8 +306,6 @@ def _template(
         container["image"] = image
     if not container.get("image"):
         raise SettingsError("--image is missing: which image has Python, edl and what the script imports?")
-    if options.command:
-        container["command"] = _literal(options.command)
     if environment:
         _set_environment(container, environment)
     amounts: Object = {_GPU: str(gpus)} if gpus else {}

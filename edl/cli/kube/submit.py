@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from edl.cli.kube.manifests import (
     parse_teachers,
     read_manifests,
     read_script,
+    split_words,
 )
 from edl.cli.kube.sending import check_manifests, create_all, find_pools, set_bounds
 from edl.cli.kube.workloads import Target, add_cluster_options, open_cluster
@@ -177,9 +177,8 @@ def _submit_options(options: argparse.Namespace) -> SubmitOptions:
         script=options.script,
         arguments=tuple(options.arguments),
         module=options.module,
-        run=_split("--run", options.run),
+        run=split_words("--run", options.run),
         image=options.image,
-        command=_split("--command", options.command),
         workers=ReplicaRange.parse(options.workers, "--workers", 1),
         processes=options.nproc_per_node,
         gpus=options.gpus,
@@ -201,13 +200,6 @@ def _make_name(stem: str) -> str:
     """Return a unique name, derived from the script's."""
     words = "".join(char if char.isascii() and char.isalnum() else "-" for char in stem.lower()).strip("-")[:40]
     return f"{words.strip('-') or 'job'}-{secrets.token_hex(3)}"
-
-
-def _split(option: str, spelled: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(spelled))
-    except ValueError as exc:
-        raise SettingsError(f"{option} {spelled!r}: {exc}: quote it as in a shell") from exc
 
 
 def _quantity(option: str, spelled: str) -> str:
@@ -275,7 +267,6 @@ def _parser(argv: Sequence[str]) -> CommandParser:
     add("--run", default="", metavar="OPTIONS", help="more options of `edl run`, such as '--max-restarts 3'")
     add("-m", "--module", action="store_true", help="SCRIPT is a module in the image, as for `python -m`")
     add("--script-in-image", action="store_true", help="SCRIPT is a path in the image: send nothing along")
-    add("--command", default="", metavar="WORDS", help="command that starts edl in the image (default: edl)")
     add("--template", default="", metavar="FILE", help="a pod template to start from: volumes, tolerations, ...")
     add("--queue", default="", metavar="NAME", help="Kueue queue")
     add("--priority-class", default="", metavar="NAME", help="priority class of the pods")

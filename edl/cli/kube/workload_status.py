@@ -42,6 +42,8 @@ from edl.kube.resource_types import EVENTS
 from edl.quoting import clip, shown
 from edl.settings import DiscoverySettings
 
+LAST_EVENTS: Final = 10
+"""Maximum number of events that `edl status` shows."""
 _EVERY_S: Final = 2.0
 """Refresh interval of `--watch`, with three requests each."""
 _WIDTH: Final = 160
@@ -143,7 +145,7 @@ class WorkloadEvent:
     count: int
 
 
-def decode_events(found: Sequence[Mapping[str, Any]], last: int) -> tuple[WorkloadEvent, ...]:
+def decode_events(found: Sequence[Mapping[str, Any]]) -> tuple[WorkloadEvent, ...]:
     """Return the last events, oldest first."""
     events = []
     for item in found:
@@ -154,7 +156,7 @@ def decode_events(found: Sequence[Mapping[str, Any]], last: int) -> tuple[Worklo
         message = text(item.get("message"), 1024)
         events.append(WorkloadEvent(moment, text(item.get("type")), text(item.get("reason")), message, count))
     events.sort(key=lambda event: event.time or 0.0)
-    return tuple(events[-last:] if last else ())
+    return tuple(events[-LAST_EVENTS:])
 
 
 def workload_view(
@@ -269,16 +271,15 @@ class WorkloadLook:
 
 
 class WorkloadStatus:
-    """Reads a job or pool and its last `events`. A context manager.
+    """Reads a job or pool and its last events. A context manager.
 
     `store_url` is the store that the user named; if empty, the job's own store.
     """
 
-    def __init__(self, client: KubeClient, target: Target, events: int, store_url: str = "") -> None:
+    def __init__(self, client: KubeClient, target: Target, store_url: str = "") -> None:
         self._client = client
         self._store_url = store_url
         self._target = target
-        self._events = events
         self._store: Store | None = None
         self._last: WorkloadLook | None = None
 
@@ -295,10 +296,10 @@ class WorkloadStatus:
         if found is None or uid != target.resource["metadata"].get("uid"):
             raise SettingsError(f"{target} has been deleted{'' if found is None else ' and recreated'}")
         pods = list_pods(self._client, target)
-        events = self._client.list(EVENTS, field_selector=f"involvedObject.uid={uid}").items if self._events else []
+        events = self._client.list(EVENTS, field_selector=f"involvedObject.uid={uid}").items
         item = decode_workload(target.kind, found, pods)
         job, trouble = self._read_store(found.get("status") or {}, found.get("spec") or {}, item)
-        self._last = WorkloadLook(item, decode_events(events, self._events), job, trouble)
+        self._last = WorkloadLook(item, decode_events(events), job, trouble)
         return self._last
 
     def read_again(self) -> WorkloadLook:
@@ -325,7 +326,7 @@ class WorkloadStatus:
         except EDLError as exc:
             return None, f"{place}: {shown(exc)}"
         try:
-            return read_job_status(self._store, item.job_id, self._events), ""
+            return read_job_status(self._store, item.job_id, LAST_EVENTS), ""
         except SettingsError:
             return None, ""  # its agents have not started
         except EDLError as exc:
@@ -359,7 +360,7 @@ def show_workload(
         EDLError: The API server does not respond, or refuses.
     """
     target = find_target(client, options.job)
-    with WorkloadStatus(client, target, options.events, options.store or "") as status:
+    with WorkloadStatus(client, target, options.store or "") as status:
         looks = _looks(status) if options.watch else [status.read()]
         show_looks(looks, lambda look: _shown(look, show_job), _json if options.json else None, _WIDTH)
 

@@ -330,16 +330,14 @@ class ClusterCapacity:
         with refuse_shapes():
             return sum(_count_of(claim.requests, free[node.name]) for node in self._usable(claim))
 
-    def list_devices(
-        self, is_lent: Callable[[PodClaim], bool], is_worker: Callable[[PodClaim], bool], resource: str = GPU
-    ) -> dict[str, int]:
-        """Return how many devices of each node jobs can share.
+    def list_gpus(self, is_lent: Callable[[PodClaim], bool], is_worker: Callable[[PodClaim], bool]) -> dict[str, int]:
+        """Return how many GPUs of each node jobs can share.
 
-        Idle devices count, and those of lent pods: workers, whose GPUs an arbiter shares, and teachers, which return
-        borrowed ones. Devices for which another pod waits do not count.
+        Idle GPUs count, and those of lent pods: workers, whose GPUs an arbiter shares, and teachers, which return
+        borrowed ones. GPUs for which another pod waits do not count.
 
-        On a node that takes no new pods, or is gone, workers keep their devices until their pods are asked to end: it
-        may be back in seconds, and they run on meanwhile. For the same reason a node has at least the devices that its
+        On a node that takes no new pods, or is gone, workers keep their GPUs until their pods are asked to end: it
+        may be back in seconds, and they run on meanwhile. For the same reason a node has at least the GPUs that its
         pods hold: when a kubelet restarts, it has none until the device plugin is back.
         """
         held: dict[str, dict[str, int]] = {name: {} for name in self._nodes}
@@ -348,17 +346,17 @@ class ClusterCapacity:
             if pod.node in held and not pod.ended and not is_lent(pod):
                 add_amounts(held[pod.node], pod.requests)
             if pod.node and not pod.ended and not pod.deleting and is_worker(pod):
-                kept[pod.node] += pod.requests.get(resource, 0) // ONE
+                kept[pod.node] += pod.requests.get(GPU, 0) // ONE
         free = self._free(lambda pod: not is_lent(pod), held)
         usable = {
-            node.name: node.allocatable.get(resource, 0)
+            node.name: node.allocatable.get(GPU, 0)
             for node in self._nodes.values()
-            if node.usable and (resource in node.allocatable or kept[node.name])
+            if node.usable and (GPU in node.allocatable or kept[node.name])
         }
         devices = {name: count for name, count in kept.items() if count and name not in usable}
         for name, allocatable in usable.items():
-            missing = max(0, self._held[name].get(resource, 0) - allocatable)
-            devices[name] = max(0, (free[name].get(resource, 0) + missing) // ONE)
+            missing = max(0, self._held[name].get(GPU, 0) - allocatable)
+            devices[name] = max(0, (free[name].get(GPU, 0) + missing) // ONE)
         return devices
 
     def _usable(self, claim: PodClaim) -> list[NodeCapacity]:

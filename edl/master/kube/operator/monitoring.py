@@ -87,10 +87,10 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 class OperatorMetrics:
-    """The operator's metrics, in their own registry if none is given."""
+    """The operator's metrics, in their own registry."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry: Final = registry or CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry: Final = CollectorRegistry()
         self._reconciles = Histogram(
             "edl_operator_reconcile_seconds",
             "Seconds to reconcile a resource, with all requests",

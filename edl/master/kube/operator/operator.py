@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Final
 
-from prometheus_client import CollectorRegistry
 from typing_extensions import Self
 
 from edl.http_server.health import HealthChecks, HealthServer
@@ -38,16 +37,15 @@ class Operator:
 
     Args:
         settings: Settings of the operator.
-        registry: Registry for its metrics. Default: a new one.
 
     Raises:
         SettingsError: No cluster is configured, or an address cannot be listened on.
     """
 
-    def __init__(self, settings: OperatorSettings, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, settings: OperatorSettings) -> None:
         self._settings = settings
         self._queue: WorkQueue | None = None
-        self.metrics: Final = OperatorMetrics(registry)
+        self.metrics: Final = OperatorMetrics()
         self._give_backs = GiveBackMeter(self.metrics.registry)
         self.health: Final = OperatorHealth(lambda: self._queue.get_stuck_s() if self._queue else 0.0)
         with ExitStack() as stack:

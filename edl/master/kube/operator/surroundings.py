@@ -54,11 +54,9 @@ class ServiceHolders:
         on_key: Callable[[str], None],
         list_pools: Callable[[str], Sequence[TeacherPool]],
         namespaces: Sequence[str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_key = on_key
         self._list_pools = list_pools
-        self._clock = clock
         self._listing = threading.Lock()
         self._unlisted = dict.fromkeys(namespaces, 0.0)
         self._lock = threading.Lock()
@@ -102,12 +100,12 @@ class ServiceHolders:
     def _list_unlisted(self) -> None:
         with self._listing:
             for namespace, due_s in list(self._unlisted.items()):
-                if self._clock() < due_s:
+                if time.monotonic() < due_s:
                     continue
                 try:
                     found = self._list_pools(namespace)
                 except AccessDeniedError:
-                    self._unlisted[namespace] = self._clock() + _RETRY_S
+                    self._unlisted[namespace] = time.monotonic() + _RETRY_S
                     continue
                 del self._unlisted[namespace]
                 with self._lock:
@@ -216,7 +214,7 @@ def compute_shares(
     lent = _find_lent(capacity, pools, min(priorities.values(), default=0))
     own = {pod.uid for pods in workers.values() for pod in pods}
     lent |= own
-    nodes = capacity.list_devices(lambda pod: pod.uid in lent, lambda pod: pod.uid in own)
+    nodes = capacity.list_gpus(lambda pod: pod.uid in lent, lambda pod: pod.uid in own)
     emptied = capacity.without(lent) if any(job.waiting_since_s is not None for job in jobs) else capacity
     requests, placements = [], {}
     for job in jobs:

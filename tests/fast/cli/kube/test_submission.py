@@ -88,7 +88,7 @@ def expand(text: str, environment: dict[str, str]) -> str:
 def test_dollars_are_the_users_own() -> None:
     texts = ("a$$b", "$(HOME_DIR)", "$(NONE)", "$HOME", "$$(HOME_DIR)", "$$$", "cost: 1$", "$(")
     pools = parse_teachers(["digits=0:4"], ["digits=--text '$(HOME_DIR) $$'"])
-    options = replace(OPTIONS, arguments=texts, run=texts, command=texts, teachers=pools)
+    options = replace(OPTIONS, arguments=texts, run=texts, teachers=pools)
     options = replace(options, environment={f"V{number}": text for number, text in enumerate(texts)})
     pool, job = make_submission(options, None)
 
@@ -96,7 +96,6 @@ def test_dollars_are_the_users_own() -> None:
         return tuple(expand(text, {"HOME_DIR": "/home"}) for text in found)
 
     assert seen(job["spec"]["run"]) == ("--nproc-per-node", "2", *texts, "train.py", *texts)
-    assert seen(worker(job)["command"]) == texts
     assert seen([item["value"] for item in worker(job)["env"]][: len(texts)]) == texts
     assert seen(pool["spec"]["serve"]) == ("--text", "$(HOME_DIR) $$")
 

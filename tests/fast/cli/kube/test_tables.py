@@ -20,7 +20,7 @@ from rich.console import Console, RenderableType
 
 from edl.background import start_call
 from edl.cli.kube import logs, submit
-from edl.cli.kube.logs import LineCutter, LogFollower, PodLog, select_pods, terminal_safe
+from edl.cli.kube.logs import LineCutter, LogFollower, PodLog, select_newest, terminal_safe
 from edl.cli.kube.workload_status import (
     WorkloadLook,
     WorkloadStatus,
@@ -181,7 +181,7 @@ def test_any_object_is_a_row(metadata: Any, spec: Any, status: Any, pod_status: 
     for kind, name in (("job", metadata), ("job", job()["metadata"]), ("pool", metadata)):
         item = decode_workload(kind, {"metadata": name, "spec": spec, "status": status}, pods)
         json.dumps(as_json(item), allow_nan=False)
-        shown(workload_view(item, decode_events([metadata, status], 5), NOW))
+        shown(workload_view(item, decode_events([metadata, status]), NOW))
         shown(workloads_table([item], NOW, namespaces=True))
 
 
@@ -238,7 +238,7 @@ def look(server: ApiServer, folder: Path, store: str, store_url: str = "") -> Wo
     settings = KubeSettings(kubeconfig=write_kubeconfig(folder / "prod", server.url, namespace="research"))
     with (
         KubeClient(replace(settings, timeout_s=2.0)) as client,
-        WorkloadStatus(client, Target("job", "j", resource), 3, store_url) as status,
+        WorkloadStatus(client, Target("job", "j", resource), store_url) as status,
     ):
         return status.read()
 
@@ -304,7 +304,7 @@ def test_another_job_of_the_same_name(server: ApiServer, tmp_path: Path) -> None
     path = write_kubeconfig(tmp_path / "prod", server.url, namespace="research")
     with (
         KubeClient(KubeSettings(kubeconfig=path)) as client,
-        WorkloadStatus(client, first, 3) as watched,
+        WorkloadStatus(client, first) as watched,
         pytest.raises(SettingsError, match="deleted and recreated"),
     ):
         watched.read()
@@ -369,8 +369,7 @@ def test_pods_are_chosen() -> None:
     pods = [member_pod(10), member_pod(2, 1), member_pod(2, 0, "Failed"), member_pod(2, 10, "Pending")]
     found, _ = read_member_pods(pods, "u")
     assert {item.container for item in found} == {"edl"}
-    assert [item.name for item in select_pods(found)] == ["a-worker-2-10", "a-worker-10-0"]
-    assert [item.name for item in select_pods(found, previous=True)] == ["a-worker-2-1"]
+    assert [item.name for item in select_newest(found)] == ["a-worker-2-10", "a-worker-10-0"]
 
 
 POD = member_pod(0)

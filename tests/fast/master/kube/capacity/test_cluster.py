@@ -144,7 +144,7 @@ def test_devices_for_jobs() -> None:
     pods = [pod(1, node="n1"), pod(2, node="n1", labels=job), pod(2, node="n2", labels=lent), pod(1), pod(9)]
     pods.append(pod(1, labels=job))
     capacity = ClusterCapacity.of([node("n1", 4), node("n2", 2), node("n3", 2, unschedulable=True)], pods)
-    devices = capacity.list_devices(
+    devices = capacity.list_gpus(
         lambda claim: bool(claim.labels.keys() & {"edl.io/job", "edl.io/pool"}),
         lambda claim: "edl.io/job" in claim.labels,
     )

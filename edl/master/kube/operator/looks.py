@@ -87,12 +87,6 @@ class WorkQueue:
         with self._changed:
             return len(self._due.keys() | self._active.keys())
 
-    def count_due(self) -> int:
-        """Return how many keys wait for a worker."""
-        with self._changed:
-            now_s = self._clock()
-            return sum(due_s <= now_s for due_s in self._due.values())
-
     def get_stuck_s(self) -> float:
         """Return for how many seconds the slowest call has been running."""
         with self._changed:

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from edl.kube.objects import Object
-from edl.kube.responses import Call
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL
 
 _BEAT_LIMIT_S: Final = 60.0
@@ -104,21 +103,6 @@ class OperatorMetrics:
             ["kind", "error"],
             registry=self.registry,
         )
-        self._requests = Counter(
-            "edl_operator_api_requests",
-            "Requests to the API server, by status code; 0 means no response",
-            ["verb", "resource", "code"],
-            registry=self.registry,
-        )
-        self._queue = Gauge(
-            "edl_operator_queue_length", "Resources that are due and wait for a worker", registry=self.registry
-        )
-        self._resources = Gauge("edl_operator_resources", "Resources that the operator manages", registry=self.registry)
-
-    def watch_queue(self, count_due: Callable[[], int], count_all: Callable[[], int]) -> None:
-        """Export the length of a queue."""
-        self._queue.set_function(count_due)
-        self._resources.set_function(count_all)
 
     def count_reconcile(self, key: str, seconds: float, error: Exception | None) -> None:
         """Count a reconciliation."""
@@ -126,11 +110,6 @@ class OperatorMetrics:
         self._reconciles.labels(kind).observe(seconds)
         if error is not None:
             self._failures.labels(kind, type(error).__name__).inc()
-
-    def count_request(self, call: Call, code: int) -> None:
-        """Count a request of the API server."""
-        resource = "discovery" if " " in call.resource else call.resource
-        self._requests.labels(call.verb, resource, str(code)).inc()
 
 
 _GIVE_BACK_S: Final = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0)

@@ -73,7 +73,6 @@ class Operator:
             )
             self._queue = WorkQueue(self._work, workers=settings.workers, on_result=self.metrics.count_reconcile)
             stack.callback(self._queue.close)
-            self.metrics.watch_queue(self._queue.count_due, self._queue.__len__)
             self.port = self._serve(stack)
             self._watch(stack)
             self._closing = stack.pop_all()
@@ -136,7 +135,6 @@ class Operator:
         return min(wait_s, resync_s * random.uniform(1.0 - _JITTER, 1.0 + _JITTER))
 
     def _note_request(self, call: Call, code: int) -> None:
-        self.metrics.count_request(call, code)
         if not self.health.note_request(code):
             return
         if code == 0 or code >= 500:

@@ -46,7 +46,10 @@ _CONNECT_TIMEOUT_S: Final = 2.0
 """How long a connection may take including its handshake. A slower network is left to the lease."""
 _UNREACHED_RETRY_S: Final = 10.0
 """Pause after an attempt that proved nothing. Most such peers can never be reached, so attempts should cost little."""
-_CLOSE_TIMEOUT_S: Final = 2.0  # how long the thread may take to end; it waits for nothing
+_CLOSE_TIMEOUT_S: Final = 30.0  # how long the thread may take to end on a busy machine; it waits for nothing
+_CANCEL_AGAIN_S: Final = 0.05
+"""Seconds after which a task that has not ended is cancelled again: before Python 3.12, `wait_for` loses a cancellation
+that comes in the moment when a connection is made."""
 _RECEIVE_NBYTES: Final = 4096  # a peer's name is far shorter, and the rest is ignored
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Firewalls forget connections that are idle for minutes, and connections to vanished hosts would be held forever."""
@@ -97,8 +100,10 @@ class PeerConnections:
         self._loop.run_forever()
         self._listener.close()
         tasks = [accepting, *self._accepted, *self._watches.values()]
-        for task in tasks:
-            task.cancel()
+        while unfinished := [task for task in tasks if not task.done()]:
+            for task in unfinished:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(unfinished, timeout=_CANCEL_AGAIN_S))
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.run_until_complete(asyncio.sleep(0))  # during which the sockets are closed
         self._loop.close()

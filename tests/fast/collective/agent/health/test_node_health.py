@@ -371,6 +371,22 @@ def tls_of(folder: Path, name: str = NAME, issuer: Authority = CA) -> PeerTLS:
     return PeerTLS(Credentials(ca=CA.save(folder), **issuer.issue(name).save(folder), server_name=NAME))
 
 
+def test_close_repeats_a_lost_cancellation() -> None:
+    """Before Python 3.12, `asyncio.wait_for` loses one that comes in the moment of its success."""
+
+    class Losing(Peers):
+        async def _watch(self, node: str, address: Address) -> None:
+            self.heard.add(node)
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await asyncio.Event().wait()
+
+    peers = Losing()
+    peers.set_peers({"other": peers.address})
+    peers.wait_connected("other")
+    peers.close()
+
+
 def test_death_is_seen_through_tls(tmp_path: Path, agent: Callable[..., Peers]) -> None:
     """Whichever strangers connect beside it: these are told nothing, and hold nobody up."""
     peers, other = agent(tls=tls_of(tmp_path / "mine")), agent("a", tls_of(tmp_path / "a"))

@@ -376,12 +376,12 @@ class MasterClient(Resource):
         request = messages.DescribeDatasetRequest(dataset=name)
         return self._call("GetProgress", request, messages.Progress).progress
 
-    def restore_progress(self, name: str, progress: bytes) -> None:
+    def restore_progress(self, name: str, progress: bytes | None) -> None:
         """Reset a data set to earlier progress. All its readers lose their shards.
 
         Args:
             name: Name of the data set.
-            progress: What `progress` returned.
+            progress: What `progress` returned; None for the beginning, for a job that finds no checkpoint.
 
         Raises:
             ConflictError: The progress is of a data set with a different specification.

@@ -296,7 +296,7 @@ class ShardBook:
 
     def _restore_progress(self, command: master.RestoreProgress) -> master.DatasetReply:
         dataset = self._dataset(command.dataset)
-        restored = dataset.at_progress(command.progress)
+        restored = dataset.at_progress(command.progress if command.HasField("progress") else None)
         for session in list(dataset.sessions.values()):
             self._end_session(session, "the data set's progress was replaced")
         self.datasets[dataset.name] = restored

@@ -530,13 +530,16 @@ class DatasetShards:
         )
         return seal(_PROGRESS, state)
 
-    def at_progress(self, data: bytes) -> DatasetShards:
+    def at_progress(self, data: bytes | None) -> DatasetShards:
         """Return the data set as of the call of `progress`, without readers; a growing source keeps its present size.
+
+        None stands for the beginning.
 
         ProtocolError if the bytes are not progress, damaged, or impossible for this data set; ConflictError if they are
         for a different specification, or for a source that has not grown that far here.
         """
-        state = open_envelope(_PROGRESS, "progress of a data set", data, master.ProgressState)
+        beginning = master.ProgressState(spec=self.spec, units=self.cursor.units)
+        state = beginning if data is None else open_envelope(_PROGRESS, "progress of a data set", data, type(beginning))
         if not is_same_spec(state.spec, self.spec):
             raise ConflictError(f"data set {self.name}: the progress is of a data set with a different specification")
         now, size = self.cursor, self.spec.shard_size

@@ -332,6 +332,16 @@ def test_impossible_parts_are_refused(units: int) -> None:
     assert job.book.snapshot() == before
 
 
+def test_no_progress_is_the_beginning() -> None:
+    job = Job()
+    beginning = job.book.datasets["d"].progress()
+    job.open("a")
+    job.turn("a", 2, done=job.turn("a", 3).leases[:2])
+    assert job.book.datasets["d"].progress() != beginning
+    job.apply(restore_progress=master.RestoreProgress(dataset="d"))
+    assert job.book.datasets["d"].progress() == beginning
+
+
 def test_foreign_progress_is_refused() -> None:
     job = Job()
     progress = job.book.datasets["d"].progress()

@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 
-EXAMPLES = ("digits", "elastic", "llm", "nlp", "paddle", "resnet", "shards", "train")
+EXAMPLES = ("ctr", "digits", "elastic", "llm", "nlp", "paddle", "resnet", "shards", "train")
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",

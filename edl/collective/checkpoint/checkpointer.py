@@ -21,7 +21,7 @@ from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
 from edl.collective.checkpoint.memory.restore import restore_from_memory
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
 from edl.collective.checkpoint.state.state import State, WorldChange
-from edl.collective.checkpoint.storage.folder import new_run_id, run_name
+from edl.collective.checkpoint.storage.folder import absolute_url, new_run_id, run_name
 from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
 from edl.collective.checkpoint.storage.writer import CheckpointPersister
 from edl.collective.ranks import Group, all_reduce_max, rank_of, world_of
@@ -185,10 +185,10 @@ class Checkpointer:
         self._training = False
         self._closed = False
         agents_storage = read("EDL_CHECKPOINT", str)
-        if storage is not None and storage != agents_storage and read("EDL_BOARD", str) is not None:
+        if storage is not None and read("EDL_BOARD", str) is not None and absolute_url(storage) != agents_storage:
             where = agents_storage or "nowhere"
             raise SettingsError(f"storage={storage!r}, but the agent stores at {where}: use edl run --checkpoint")
-        self._storage = storage or agents_storage
+        self._storage = absolute_url(storage) if storage else agents_storage
         self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
         self._stored_at = time.monotonic()
         self._store_next = False
@@ -261,8 +261,13 @@ class Checkpointer:
 
         Returns:
             Whether the state was saved.
+
+        Raises:
+            SettingsError: The step is below the last one, so a restart would take the older state for the newer one.
         """
         self._check_open()
+        if step < self._step:
+            raise SettingsError(f"save({step}) after step {self._step}: count steps from 0, and on over all epochs")
         self._drop_failed_evaluations(step)
         self._step = step
         self._status_page.finish_step(step, samples)

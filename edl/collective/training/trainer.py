@@ -195,6 +195,8 @@ class ElasticTrainer:
         if auto is not None and policy is None:
             raise SettingsError("auto changes the batch, so the learning rate needs a policy: pass policy= too")
         asked = sampler.asked if sampler is not None else global_batch or 0
+        if clip_norm is not None and not clip_norm > 0:
+            raise SettingsError(f"clip_norm={clip_norm}: must be above 0, or None for no clipping")
         micro_batch_sizes(1, max_micro_batch)  # raises if max_micro_batch is invalid
         self.model = model
         self.optimizer = optimizer

@@ -38,6 +38,7 @@ from edl.collective.agent.health.node_check import NodeCheckSettings
 from edl.collective.agent.launch_spec import LaunchSpec, has_gpu_build
 from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.agent.rendezvous import RendezvousSettings
+from edl.collective.checkpoint.storage.folder import absolute_url
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, EDLError, SettingsError
 from edl.log_output import plain_log_to_stderr
@@ -214,7 +215,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
         ttl_s=options.lease_ttl,
         join_timeout_s=_number(conf, "join_timeout", 600.0),
         max_restarts=options.max_restarts,
-        checkpoint=options.checkpoint or read("EDL_CHECKPOINT", str) or "",
+        checkpoint=absolute_url(options.checkpoint or read("EDL_CHECKPOINT", str) or ""),
         checkpoint_interval_s=options.checkpoint_interval,
         grace_s=options.grace_period,
         role=options.role,

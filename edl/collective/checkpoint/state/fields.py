@@ -227,7 +227,11 @@ def _load_optimizer(field: str, optimizer: torch.optim.Optimizer, form: Any, nam
             raise SettingsError(f"{field}: its parameters differ from the saved ones, among them {', '.join(odd)}")
         groups.append({**saved, "params": list(numbers)})
     state = {number_of[name]: dict(values) for name, values in form["state"].items()}
-    optimizer.load_state_dict({**form, "state": state, "param_groups": groups})
+    try:
+        optimizer.load_state_dict({**form, "state": state, "param_groups": groups})
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as exc:
+        what = f"{type(exc).__name__}: {exc}"
+        raise SettingsError(f"{field}: {type(optimizer).__name__} does not accept the saved state ({what})") from exc
     for number, values in state.items():
         _keep_types(optimizer.state[parameters[number][1]], values)
 

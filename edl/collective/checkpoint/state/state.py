@@ -245,6 +245,9 @@ class State:
 
     def _check_restorable(self, entries: Iterable[TensorEntry], layouts: Sequence[ShardLayout]) -> None:
         meshes: LiveMeshes | None = self._meshes
+        unknown = sorted((self._local | self._per_rank) - set(self._fields))
+        if unknown:
+            raise SettingsError(f"local= or per_rank= names {', '.join(unknown)}, but the State has no such field")
         for name, value in self._fields.items():
             check_loadable(name, value)
         for entry in entries:

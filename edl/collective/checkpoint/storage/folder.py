@@ -251,6 +251,11 @@ def _translated() -> Iterator[None]:
         raise OSError(f"{type(exc).__name__}: {exc}") from exc
 
 
+def absolute_url(url: str) -> str:
+    """Return the URL or path such that it names the same folder after the script has changed its working directory."""
+    return url if not url or "://" in url or url.startswith("~") else str(Path(url).absolute())
+
+
 class CheckpointFolder:
     """Checkpoints under one URL. All errors of the file system are raised as `OSError`.
 

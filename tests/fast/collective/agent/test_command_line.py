@@ -118,6 +118,14 @@ def test_takeover_timeout_is_read(folders: tuple[Path, Path]) -> None:
         takeover_s({"takeover_timeout": "soon"})
 
 
+@pytest.mark.parametrize("url", ["kept", "s3://bucket/kept"])
+def test_scripts_may_change_the_folder(url: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folders[0])
+    with ExitStack() as stack:
+        spec = _launch(parse_options(["--checkpoint", url, "train.sh"], None), {}, "sqlite:///store", stack)
+    assert spec.checkpoint == (url if "://" in url else str(folders[0] / url))
+
+
 def test_nobody_joins_a_job_without_a_name(folders: tuple[Path, Path]) -> None:
     """Its node trains on without the store, so that another under its name would train beside it."""
     script = str(folders[0] / "train.sh")

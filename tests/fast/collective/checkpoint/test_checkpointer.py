@@ -184,6 +184,11 @@ def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: WorkerStatusP
     with pytest.raises(SettingsError, match="overlap was removed: remove it"):
         worker(tmp_path, State(), overlap=True)
     checkpointer = worker(tmp_path, State())
+    with pytest.raises(SettingsError, match=r"save\(-2\)"):
+        checkpointer.save(-2)
+    checkpointer.save(9)
+    with pytest.raises(SettingsError, match=r"save\(0\) after step 9: .*over all epochs"):
+        checkpointer.save(0)
     checkpointer.close()
     checkpointer.close()
     with pytest.raises(ClosedError):

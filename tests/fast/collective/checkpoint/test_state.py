@@ -199,6 +199,12 @@ def test_unfit_model_is_refused_by_name() -> None:
         through(State(net=nn.Linear(2, 2)), State(net=nn.Linear(2, 3)))
     with pytest.raises(SettingsError, match="saved as module"):
         through(State(net=nn.Linear(2, 2)), State(net=1))
+    net = nn.Linear(2, 2)
+    momentum, adam = torch.optim.SGD(net.parameters(), momentum=0.9), torch.optim.Adam(net.parameters())
+    net(torch.ones(2)).sum().backward()
+    momentum.step()
+    with pytest.raises(SettingsError, match="optimizer: Adam does not accept the saved state"):
+        through(State(optimizer=momentum), State(optimizer=adam))
     with pytest.raises(SettingsError, match=r"net\.weight is on the meta device.*to_empty"):
         through(State(net=nn.Linear(2, 2)), State(net=nn.Linear(2, 2, device="meta")))
 
@@ -255,6 +261,9 @@ def test_what_would_not_come_back_is_refused() -> None:
     }.values():
         with pytest.raises(SettingsError, match=words):
             State(rng=False, value=value).capture()
+    for names in ({"per_rank": "stream"}, {"local": ["strem"]}):
+        with pytest.raises(SettingsError, match=f"names {'a, e, m, r, s, t' if 'per_rank' in names else 'strem'}, but"):
+            State(rng=False, stream=3, **names).capture()
 
 
 def test_tensors_come_back_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:

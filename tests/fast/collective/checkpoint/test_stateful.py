@@ -229,7 +229,8 @@ def test_loader_not_begun_is_left_alone() -> None:
 
 @pytest.mark.parametrize("field", ["loader", "place"])
 def test_place_is_refused_in_another_world(field: str) -> None:
-    state = State(**{field: loader_of("seeded") if field == "loader" else {"shard": 3}}, per_rank=["place"])
+    value, named = (loader_of("seeded"), []) if field == "loader" else ({"shard": 3}, [field])
+    state = State(**{field: value}, per_rank=named)
     meta = parse_meta(state.capture().meta)
     assert meta.per_rank == {field}
     assert meta.sharded

@@ -140,6 +140,8 @@ def test_calls_out_of_order() -> None:
     [
         ({"sampler": ElasticSampler(8, global_batch=4), "global_batch": 4}, "either sampler"),
         ({"max_micro_batch": 0}, "max_micro_batch=0"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan"),
         ({"auto": AutoBatch(1, 8)}, "policy"),
         ({"base_batch": -1}, "base_batch=-1"),
         ({"sampler": ElasticSampler(8, global_batch=4), "auto": AutoBatch(1, 9), "policy": AdaScale()}, "epoch has 8"),

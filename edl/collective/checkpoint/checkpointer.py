@@ -253,7 +253,7 @@ class Checkpointer:
         """Save the state after step `step` if a save is due. Every rank calls this after every step.
 
         Args:
-            step: The step that is finished, counted from 0.
+            step: The step that is finished, counted from 0 over all epochs.
             force: Save now, and store the state too, however recent the last save was. While a state is being stored,
                 only the newest of several forced saves is stored next. A step is not stored twice in the same
                 generation, so a state that has changed since then needs a later `step`.

@@ -153,8 +153,9 @@ class ElasticTrainer:
     Args:
         model: The module to train. If you wrapped it as a whole in `DistributedDataParallel` or by `fully_shard`, pass
             the wrapped module.
-        optimizer: Any PyTorch optimizer of the model's parameters. Gradients of other parameters are averaged too,
-            but you must apply them: step another optimizer between `synchronize` and `step`.
+        optimizer: Any PyTorch optimizer of the model's parameters whose `step` needs no closure. Gradients of other
+            parameters are averaged too, but you must apply them: step another optimizer between `synchronize` and
+            `step`.
         sampler: Source of the batches. `step` advances it, and its global batch is the trainer's.
         global_batch: Samples per step over all ranks, if there is no sampler. The actual number is counted in every
             step by a small exchange.

@@ -7,11 +7,8 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Final
 from urllib.parse import urlsplit
-
-from typing_extensions import Self
 
 import edl
 from edl.collective.goodput import JobSummary
@@ -154,14 +151,6 @@ class StateReader:
         for opened in (self._registry, self._store, self._cluster):
             if opened is not None:
                 opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open(self) -> None:
         if self._store is None:

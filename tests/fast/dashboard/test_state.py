@@ -123,7 +123,7 @@ def test_new_page_has_the_last_hours(store: Store, url: str, tmp_path: Path, mon
     for _ in range(4):
         rings.record(sampler(store))
     monkeypatch.setattr(SqliteStore, "series", lambda self: map(points_of, rings.replies()))
-    with state_reader.StateReader(url) as reader:
+    with closing(state_reader.StateReader(url)) as reader:
         state = reader.read()
     ((job,), (service,)) = state.jobs, state.services
     assert [round(point.t - now) for point in job.history] == [-59, -30, -5, 0]
@@ -149,7 +149,7 @@ def test_store_is_shown_the_credentials(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(state_reader, "open_store", open_store)
     credentials = Credentials(ca="ca.pem")
-    with state_reader.StateReader("edl://store.example:1", credentials=credentials) as reader:
+    with closing(state_reader.StateReader("edl://store.example:1", credentials=credentials)) as reader:
         assert "away" in reader.read().stale
     assert shown == [credentials]
 

@@ -25,7 +25,7 @@ from edl.errors import SettingsError
 from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS, ResourceType
 from edl.master.kube.members.naming import MANAGED_BY
-from edl.quoting import did_you_mean, quote
+from edl.quoting import quote
 
 SCRIPT_FOLDER: Final = "/edl/script"
 """Folder of the script in pods."""
@@ -439,21 +439,6 @@ def _check_kind(path: str, number: int, item: Any) -> None:
 
 # --- Slips that neither the operator nor the API server refuses ---
 
-_OWNER: Final = (
-    *("minReplicas", "maxReplicas", "replicas", "scaling", "suspend", "store", "priorityClassName", "queue"),
-    *("gracePeriodSeconds", "template"),
-)
-RESOURCE_FIELDS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
-    "ElasticJob": {
-        "spec": frozenset({*_OWNER, "run", "checkpoint", "activeDeadlineSeconds", "ttlSecondsAfterFinished", "master"}),
-        "spec.master": frozenset({"enabled", "args"}),
-    },
-    "TeacherPool": {
-        "spec": frozenset({*_OWNER, "service", "serve", "probeSeconds", "scaleTargetRef"}),
-        "spec.scaleTargetRef": frozenset({"apiVersion", "kind", "name"}),
-    },
-}
-"""Kind -> path of an object -> its fields, as in the CRDs."""
 _TOP: Final = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
 _AMOUNTS: Final = ("limits", "requests", "overhead", "sizeLimit", "divisor")
 """Fields of a pod that are quantities, which may be numbers or text."""
@@ -469,27 +454,13 @@ _NEAR: Final = 0.8
 
 def find_slips(manifest: Mapping[str, Any]) -> list[str]:
     """Describe misspelled fields of a job or pool, and values that should be text but are not."""
-    fields = RESOURCE_FIELDS.get(manifest["kind"])
-    if fields is None:
-        return []
-    slips = list(_find_unknown(manifest, "", _TOP))
-    for path, known in fields.items():
-        found: Any = manifest
-        for name in path.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        slips += _find_unknown(found, path, known)
     spec = manifest.get("spec")
     template = spec.get("template") if isinstance(spec, Mapping) else None
-    slips += _find_unknown(template, "spec.template", frozenset({"metadata", "spec"}))
-    return [*slips, *_find_pod_slips(template, "V1PodTemplateSpec", "spec.template")]
-
-
-def _find_unknown(found: object, path: str, known: frozenset[str]) -> Iterator[str]:
-    for name in found if isinstance(found, Mapping) else ():
-        if name not in known:
-            plain = str(name).replace("_", "").replace("-", "")
-            hint = did_you_mean(plain, known) or f"; known fields: {', '.join(sorted(known))}"
-            yield f"{quote(f'{path}.{name}' if path else str(name))} is an unknown field, and would be dropped{hint}"
+    names = [name for name in manifest if name not in _TOP]
+    if isinstance(template, Mapping):
+        names += [f"spec.template.{name}" for name in template if name not in ("metadata", "spec")]
+    unknown = [f"{quote(str(name))} is an unknown field, and would be dropped" for name in names]
+    return [*unknown, *_find_pod_slips(template, "V1PodTemplateSpec", "spec.template")]
 
 
 def _find_pod_slips(found: Any, kind: str, path: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from edl.errors import ConflictError, EDLError, InvalidObjectError, KubernetesEr
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
-from edl.master.kube.resources import SpecProblem, parse_elastic_job, parse_teacher_pool
+from edl.master.kube.resources import parse_elastic_job, parse_teacher_pool
 
 _ANY_STORE: Final = "edl://store"
 """Store for checking a job that names none: the operator's is unknown here."""
@@ -24,14 +24,13 @@ def check_manifests(manifests: Sequence[Object]) -> None:
     """Refuse specs that the operator would refuse, and fields that the API server would drop without an error."""
     for manifest in manifests:
         kind = manifest_type(manifest)
-        if slips := find_slips(manifest):
-            raise SettingsError(f"{kind.kind} {manifest['metadata']['name']!r}: {'; '.join(slips)}")
-        parse = {ELASTIC_JOBS: parse_elastic_job, TEACHER_POOLS: parse_teacher_pool}.get(kind)
-        found = parse(manifest, _ANY_STORE) if parse is not None else None
-        if isinstance(found, tuple) and all(isinstance(item, SpecProblem) for item in found):
-            name = manifest["metadata"]["name"]
-            problems = "; ".join(item.message for item in found)
-            raise SettingsError(f"{kind.kind} {name!r}: {problems}")
+        if kind == CONFIG_MAPS:
+            continue
+        parse = parse_elastic_job if kind == ELASTIC_JOBS else parse_teacher_pool
+        found = parse(manifest, _ANY_STORE, strict=True)
+        problems = [problem.message for problem in found] if isinstance(found, tuple) else []
+        if words := [*find_slips(manifest), *problems]:
+            raise SettingsError(f"{kind.kind} {manifest['metadata']['name']!r}: {'; '.join(words)}")
 
 
 def create_all(

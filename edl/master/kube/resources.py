@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from edl.discovery.urls import find_mistake, identify_store
 from edl.kube.objects import read_time
 from edl.kube.resource_types import ELASTIC_JOBS, TEACHER_POOLS, ResourceType
-from edl.quoting import shown
+from edl.quoting import did_you_mean, quote, shown
 
 T = TypeVar("T")
 
@@ -44,6 +44,7 @@ class FieldReader:
         self.path = path
         self.problems: list[SpecProblem] = [] if problems is None else problems
         self._fields: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+        self._known: set[str] = set()
         if not isinstance(value, Mapping):
             self.refuse("InvalidField", "", value, _EXPECTED[dict])
 
@@ -53,13 +54,25 @@ class FieldReader:
         given = "missing" if value is None else shown(repr(value))
         self.problems.append(SpecProblem(reason, f"{where} is {given}: {what}"))
 
+    def refuse_unknown(self) -> None:
+        """Add a problem for each field that was not read: an API server drops it without an error."""
+        for name in (name for name in self._fields if name not in self._known):
+            plain = str(name).replace("_", "").replace("-", "")
+            hint = did_you_mean(plain, self._known) or f"; known fields: {', '.join(sorted(self._known))}"
+            text = f"{quote(f'{self.path}.{name}')} is an unknown field, and would be dropped{hint}"
+            self.problems.append(SpecProblem("InvalidField", text))
+
+    def _get(self, name: str) -> Any:
+        self._known.add(name)
+        return self._fields.get(name)
+
     def has(self, name: str) -> bool:
         """Whether a field is present and not null."""
-        return self._fields.get(name) is not None
+        return self._get(name) is not None
 
     def read(self, name: str, default: T) -> T:
         """Return a field of the default's type; the default if it is missing or invalid."""
-        value = self._fields.get(name)
+        value = self._get(name)
         if value is None or type(value) is type(default):
             return default if value is None else value
         self.refuse("InvalidField", name, value, _EXPECTED[type(default)])
@@ -67,7 +80,7 @@ class FieldReader:
 
     def read_count(self, name: str, default: T, least: int = 0, most: int = _MOST_COUNT) -> int | T:
         """Return a whole number; the default if it is missing or invalid."""
-        value = self._fields.get(name)
+        value = self._get(name)
         if value is None or (type(value) is int and least <= value <= most):
             return default if value is None else value
         bounds = f"{least} or more" if most == _MOST_COUNT else f"{least} to {most}"
@@ -76,7 +89,7 @@ class FieldReader:
 
     def read_texts(self, name: str) -> tuple[str, ...]:
         """Return a list of strings; empty if it is missing or invalid."""
-        value = self._fields.get(name) or []
+        value = self._get(name) or []
         if isinstance(value, list) and all(isinstance(part, str) for part in value):
             return tuple(value)
         self.refuse("InvalidField", name, value, 'must be a list of strings; put numbers into quotes, such as "0.1"')
@@ -84,12 +97,12 @@ class FieldReader:
 
     def open(self, name: str) -> FieldReader:
         """Return a reader of a nested object; a missing object counts as empty."""
-        value = self._fields.get(name)
+        value = self._get(name)
         return FieldReader({} if value is None else value, f"{self.path}.{name}", self.problems)
 
     def open_list(self, name: str) -> list[FieldReader]:
         """Return readers of a list of objects; empty if it is missing or invalid."""
-        value = self._fields.get(name) or []
+        value = self._get(name) or []
         if isinstance(value, list):
             path = f"{self.path}.{name}"
             return [FieldReader(part, f"{path}[{number}]", self.problems) for number, part in enumerate(value)]
@@ -294,8 +307,13 @@ class ElasticJob(MemberOwner):
         return replace(self, store=store, checkpoint=checkpoint, ignored_edits=text)
 
 
-def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> ElasticJob | tuple[SpecProblem, ...]:
-    """Parse an ElasticJob; return the job, or why it is refused, the most important reason first."""
+def parse_elastic_job(
+    resource: Mapping[str, Any], default_store: str = "", *, strict: bool = False
+) -> ElasticJob | tuple[SpecProblem, ...]:
+    """Parse an ElasticJob; return the job, or why it is refused, the most important reason first.
+
+    With `strict`, unknown fields are problems. An operator ignores them: they may be a newer version's.
+    """
     spec = FieldReader(resource.get("spec"), "spec")
     common = _read_owner(resource, spec, default_store=default_store, default_min=1, default_grace_period_s=30)
     run = spec.read_texts("run")
@@ -316,6 +334,9 @@ def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> E
         ttl_seconds_after_finished=spec.read_count("ttlSecondsAfterFinished", None),
         master=MasterSpec(master.read("enabled", False), master.read_texts("args")),
     )
+    if strict:
+        spec.refuse_unknown()
+        master.refuse_unknown()
     return tuple(spec.problems) or (job.pin_run(problem) if job.started else job)
 
 
@@ -347,15 +368,17 @@ class TeacherPool(MemberOwner):
     scale_target_ref: ScaleTargetRef | None = None
 
 
-def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> TeacherPool | tuple[SpecProblem, ...]:
-    """Parse a TeacherPool; return the pool, or why it is refused, the most important reason first."""
+def parse_teacher_pool(
+    resource: Mapping[str, Any], default_store: str = "", *, strict: bool = False
+) -> TeacherPool | tuple[SpecProblem, ...]:
+    """Parse a TeacherPool as `parse_elastic_job` does a job."""
     spec = FieldReader(resource.get("spec"), "spec")
     common = _read_owner(resource, spec, default_store=default_store, default_min=0, default_grace_period_s=10)
     common["priority_class_name"] = common["priority_class_name"] or "edl-teacher"
     serve = spec.read_texts("serve")
     target = None
     if spec.has("scaleTargetRef"):
-        target = _read_target(spec)
+        target = _read_target(spec, strict)
         for name in ("template", "serve"):
             if spec.has(name):
                 what = "spec.scaleTargetRef names existing pods: remove one of the two"
@@ -373,14 +396,18 @@ def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> 
         probe_s=spec.read_count("probeSeconds", 20, 1),
         scale_target_ref=target,
     )
+    if strict:
+        spec.refuse_unknown()
     return tuple(spec.problems) or pool
 
 
-def _read_target(spec: FieldReader) -> ScaleTargetRef:
+def _read_target(spec: FieldReader, strict: bool) -> ScaleTargetRef:
     """Read `scaleTargetRef`; `KubeClient` refuses names that would lead to a different path of the API."""
     target = spec.open("scaleTargetRef")
     values = {name: target.read(name, "") for name in ("apiVersion", "kind", "name")}
     for name, example in zip(values, ("apps/v1", "Deployment", "triton"), strict=True):
         if not values[name]:
             target.refuse("InvalidScaleTarget", name, None, f"name it, such as {example}")
+    if strict:
+        target.refuse_unknown()
     return ScaleTargetRef(*values.values())

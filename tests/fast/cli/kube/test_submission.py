@@ -13,7 +13,6 @@ import pytest
 from edl.cli import main
 from edl.cli.kube.manifests import (
     MAX_SCRIPT_BYTES,
-    RESOURCE_FIELDS,
     LocalScript,
     ReplicaRange,
     SubmitOptions,
@@ -27,7 +26,6 @@ from edl.cli.kube.manifests import (
 )
 from edl.cli.kube.sending import check_manifests
 from edl.errors import SettingsError
-from tests.cluster.machine import ROOT
 
 yaml = pytest.importorskip("yaml", reason="the extra kubernetes is not installed")
 
@@ -315,14 +313,3 @@ def test_amounts_and_new_fields_are_no_slips() -> None:
     (job,) = make_submission(OPTIONS, None)
     worker(job).update(resources={"limits": {"cpu": 2}}, fieldOfTomorrow=1)
     check_manifests([job])
-
-
-def test_known_fields_are_the_crds() -> None:
-    for path in (ROOT / "serving/kube/chart/files").glob("*.edl.io.yaml"):
-        crd = yaml.safe_load(path.read_text())["spec"]
-        spec = crd["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-        found = {"spec": set(spec["properties"])}
-        for name, field in spec["properties"].items():
-            if "properties" in field:
-                found[f"spec.{name}"] = set(field["properties"])
-        assert RESOURCE_FIELDS[crd["names"]["kind"]] == found

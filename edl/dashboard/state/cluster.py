@@ -6,9 +6,7 @@ to a cluster.
 
 from __future__ import annotations
 
-import re
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -27,14 +25,10 @@ from edl.kube.objects import Object, read_time
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
 from edl.master.kube.members.naming import (
-    JOB_LABEL,
     MANAGED_BY,
-    OWNER_UID_LABEL,
-    POOL_LABEL,
     PREVIOUS_SPEC_APPLIES,
-    TRY_LABEL,
 )
-from edl.master.kube.members.pods import get_mapping
+from edl.master.kube.members.pods import MemberPod, get_mapping, read_member_pods
 from edl.quoting import shown
 
 _MAX_MESSAGE: Final = 4096
@@ -54,7 +48,7 @@ def decode_workload(kind: str, found: _Json, pods: Iterable[_Json] | None = None
     name = text(metadata.get("name"))
     least = whole(spec.get("minReplicas"))
     conditions = tuple(map(_condition, rows(status.get("conditions"))))
-    own = None if pods is None else [pod for pod in pods if _is_pod_of(pod, kind, metadata)]
+    own = None if pods is None else read_member_pods(pods, text(metadata.get("uid")))[0]
     return KubernetesWorkload(
         kind=kind,
         namespace=text(metadata.get("namespace")),
@@ -109,25 +103,11 @@ def _condition(found: _Json) -> KubernetesCondition:
     return read_fields(KubernetesCondition, found, message=message, since=since)
 
 
-def _is_pod_of(pod: _Json, kind: str, owner: _Json) -> bool:
-    """Return whether a pod belongs to exactly this resource, not to an earlier one of the same name."""
-    metadata = get_mapping(pod, "metadata")
-    labels = get_mapping(metadata, "labels")
-    if metadata.get("namespace") != owner.get("namespace"):
-        return False
-    if labels.get(JOB_LABEL if kind == "job" else POOL_LABEL) != owner.get("name"):
-        return False
-    return labels.get(OWNER_UID_LABEL) in (None, owner.get("uid"))
-
-
-def _members(recorded: _Json, pods: Sequence[_Json] | None) -> tuple[KubernetesMember, ...]:
-    by_member: dict[str, list[_Json]] = defaultdict(list)
-    for pod in pods or ():
-        labels = get_mapping(get_mapping(pod, "metadata"), "labels")
-        by_member[f"{text(labels.get('edl.io/role'))}-{text(labels.get('edl.io/index'))}"].append(pod)
-    names = sorted(recorded.keys() | by_member.keys(), key=_member_rank)[:_MAX_MEMBERS]
+def _members(recorded: _Json, pods: Sequence[MemberPod] | None) -> tuple[KubernetesMember, ...]:
+    newest = {pod.key: pod for pod in pods or ()}  # they are in the order of attempts
+    names = sorted(recorded.keys() | newest.keys(), key=_member_rank)[:_MAX_MEMBERS]
     known = pods is not None
-    return tuple(_member(text(name), get_mapping(recorded, name), by_member.get(name, []), known) for name in names)
+    return tuple(_member(text(name), get_mapping(recorded, name), newest.get(name), known) for name in names)
 
 
 def _member_rank(name: str) -> tuple[str, int, str]:
@@ -135,18 +115,16 @@ def _member_rank(name: str) -> tuple[str, int, str]:
     return role, int(index) if index.isascii() and index.isdigit() and len(index) < 10 else 0, name
 
 
-def _member(name: str, record: _Json, pods: Sequence[_Json], known: bool) -> KubernetesMember:
-    pod = max(pods, key=lambda item: _attempt(item) or 0, default=None)
+def _member(name: str, record: _Json, pod: MemberPod | None, known: bool) -> KubernetesMember:
     state, detail = ("waiting" if known else "unknown", "") if pod is None else _pod_state(pod)
-    metadata = get_mapping(pod, "metadata") if pod is not None else {}
     end = record.get("lastEnd")
-    tries = [whole(record.get("try")), _attempt(pod) if pod is not None else None]
+    tries = [whole(record.get("try")), pod.try_number if pod is not None else None]
     return KubernetesMember(
         name=name,
-        pod=text(metadata.get("name")),
+        pod=text(pod.name) if pod is not None else "",
         state=state,
-        detail=detail,
-        node=text(get_mapping(pod, "spec").get("nodeName")) if pod is not None else "",
+        detail=text(detail),
+        node=text(pod.node) if pod is not None else "",
         attempt=max((count for count in tries if count is not None), default=None),
         failures={text(key): count for key, count in get_mapping(record, "failures").items() if whole(count)},
         memory_factor=number(record.get("memoryFactor")),
@@ -155,43 +133,22 @@ def _member(name: str, record: _Json, pods: Sequence[_Json], known: bool) -> Kub
     )
 
 
-def _attempt(pod: _Json) -> int | None:
-    label = get_mapping(get_mapping(pod, "metadata"), "labels").get(TRY_LABEL)
-    return int(label) if isinstance(label, str) and re.fullmatch(r"[0-9]{1,9}", label) else None
-
-
 def _end(found: _Json) -> KubernetesMemberEnd:
     message, code = text(found.get("message"), _MAX_MESSAGE), whole(found.get("exitCode"))
     moment = read_time(found.get("time"))
     return read_fields(KubernetesMemberEnd, found, message=message, exit_code=code, time=moment)
 
 
-def _pod_state(pod: _Json) -> tuple[str, str]:
+def _pod_state(pod: MemberPod) -> tuple[str, str]:
     """Return a pod's state and the reason."""
-    status = get_mapping(pod, "status")
-    phase = text(status.get("phase"))
-    if phase in _ENDED:
-        return phase.lower(), text(status.get("reason")) or text(status.get("message"))
-    if get_mapping(pod, "metadata").get("deletionTimestamp"):
+    if pod.phase in _ENDED:
+        return pod.phase.lower(), pod.termination.pod_reason or pod.termination.message
+    if pod.deleting:
         return "ending", ""
-    conditions = {text(item.get("type")): item for item in rows(status.get("conditions"))}
-    if phase == "Running":
-        ready = conditions.get("Ready", {}).get("status") == "True"
-        return ("ready", "") if ready else ("running", _waiting(status))
-    scheduled = conditions.get("PodScheduled", {})
-    if scheduled.get("status") == "False":
-        return "unscheduled", text(scheduled.get("message")) or text(scheduled.get("reason"))
-    return "starting", _waiting(status)
-
-
-def _waiting(status: _Json) -> str:
-    """Return what a container waits for, such as an image that cannot be pulled or a missing volume."""
-    for name in ("initContainerStatuses", "containerStatuses"):
-        for container in rows(status.get(name)):
-            waiting = get_mapping(get_mapping(container, "state"), "waiting")
-            if waiting.get("reason"):
-                return ": ".join(filter(None, [text(waiting.get("reason")), text(waiting.get("message"))]))
-    return ""
+    waits = ": ".join(filter(None, (pod.waiting, pod.waiting_message)))
+    if pod.phase == "Running":
+        return ("ready", "") if pod.ready else ("running", waits)
+    return ("starting", waits) if pod.scheduled else ("unscheduled", pod.unschedulable)
 
 
 MAX_JOBS: Final = 500

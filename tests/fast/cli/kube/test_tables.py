@@ -87,8 +87,9 @@ def failed_job() -> dict[str, Any]:
 
 def pod(name: str, index: int, attempt: int, **status: Any) -> dict[str, Any]:
     labels = {"edl.io/job": "first", "edl.io/owner-uid": "u", "edl.io/role": "worker", "edl.io/index": str(index)}
-    metadata = {"name": name, "namespace": "n", "labels": {**labels, "edl.io/try": str(attempt)}}
-    return {"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status}
+    owners = [{"uid": "u", "controller": True}]
+    metadata = {"name": name, "uid": name, "labels": {**labels, "edl.io/try": str(attempt)}, "ownerReferences": owners}
+    return {"metadata": metadata, "spec": {"nodeName": "node1", "containers": [{"name": "edl"}]}, "status": status}
 
 
 def test_failed_job_is_explained() -> None:
@@ -116,18 +117,20 @@ def test_failed_job_is_explained() -> None:
 
 def test_pod_says_what_it_waits_for() -> None:
     waiting = {"name": "edl", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
-    unscheduled = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes: Insufficient nvidia.com/gpu"}
+    words = "0/2 nodes: Insufficient nvidia.com/gpu"
+    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words}
     pods = [
         pod("a", 0, 0, phase="Pending", containerStatuses=[waiting]),
         pod("b", 1, 0, phase="Pending", conditions=[unscheduled]),
         pod("c", 2, 0, phase="Running"),
     ]
+    del pods[1]["spec"]["nodeName"]
     pods[2]["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     item = decode_workload("job", job(phase="Pending"), pods)
     found = [(member.state, member.detail) for member in item.members]
     assert found == [
         ("starting", "ImagePullBackOff: no such image"),
-        ("unscheduled", "0/2 nodes: Insufficient nvidia.com/gpu"),
+        ("unscheduled", words),
         ("ending", ""),
     ]
 

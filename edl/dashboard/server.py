@@ -89,7 +89,7 @@ class DashboardSettings:
         kube_namespaces: Namespaces of these jobs and pools. An empty name or tuple means the namespace of `kube`.
 
     Raises:
-        SettingsError: The port is invalid, or tokens would cross the network in clear text.
+        SettingsError: Tokens would cross the network in clear text.
     """
 
     store: str
@@ -104,8 +104,6 @@ class DashboardSettings:
     kube_namespaces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
-            raise SettingsError(f"port {self.port!r}: must be a whole number from 0 to 65535")
         asks_token = self.credentials.token_file and not self.credentials.allow_insecure_tokens
         if asks_token and not self.credentials.cert and not self.local:
             raise SettingsError(

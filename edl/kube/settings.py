@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edl.errors import SettingsError
-from edl.settings import is_above_zero
-
 
 @dataclass(frozen=True)
 class KubeSettings:
@@ -21,16 +18,9 @@ class KubeSettings:
         namespace: default for calls that name none; empty for the context's, or the pod's own.
         timeout_s: seconds to wait for a connection, and for a response to start or to continue. A call takes at most
             three times as long.
-
-    Raises:
-        SettingsError: a timeout that is not above zero.
     """
 
     kubeconfig: str = ""
     context: str = ""
     namespace: str = ""
     timeout_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not is_above_zero(self.timeout_s) or self.timeout_s == float("inf"):
-            raise SettingsError(f"timeout_s={self.timeout_s!r}: expected a finite number of seconds above 0")

@@ -11,7 +11,6 @@ from edl.errors import SettingsError
 from edl.kube.settings import KubeSettings
 from edl.master.kube.members.pod_policy import PodPolicy
 from edl.quoting import shown
-from edl.settings import is_above_zero
 
 _SCHEMES: Final = ("consul", "consul+https", "etcd", "etcd+https", "edl")
 """Schemes that can be allowed. A `sqlite:` file would be on the operator's own machine."""
@@ -151,7 +150,7 @@ class OperatorSettings:
         port: Port of that address; 0 for any.
 
     Raises:
-        SettingsError: A number is out of range, `*` is not alone, or a prefix of a store is invalid.
+        SettingsError: `workers` is out of range, `*` is not alone, or a prefix of a store is invalid.
     """
 
     kube: KubeSettings = field(default_factory=KubeSettings)
@@ -169,10 +168,6 @@ class OperatorSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= 32:
             raise SettingsError(f"workers={self.workers!r}: expected 1 to 32")
-        for name in ("resync_s", "resync_rate"):
-            value = getattr(self, name)
-            if not is_above_zero(value) or value == float("inf"):
-                raise SettingsError(f"{name}={value!r}: expected a finite number above 0")
         StoreAllowlist(self.store, self.allow_stores)
         if ALL_NAMESPACES in self.namespaces and len(self.namespaces) > 1:
             raise SettingsError(f"namespaces={','.join(self.namespaces)}: {ALL_NAMESPACES} already includes them all")

@@ -1,7 +1,7 @@
 """`Labeller`: connects to teachers, and labels a whole data set in one process, into a folder.
 
 A run is a stream of batches through the teachers (`label_batches`), whose labels a thread of the session puts into the
-folder. That thread drops labels if the disk is too slow, so each run checks which rows have a label.
+folder. A run waits for that thread before its queue is full, and checks which rows have a label.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)
 """Errors caused by a row, on any worker. All others are the worker's own."""
 _LOST_LABELS = "either the disk is too slow, or the teachers serve different versions of the model"
 _SETTLE_EVERY = 32
-"""Batches between two waits for the folder: with more, labels of a fast teacher are dropped."""
+"""Largest number of batches between two waits for the folder."""
 _LONGEST_PAUSE_S = 2.0
 """Longest pause of a failing teacher. With more, a few bad rows take minutes each if only these are left: between them
 the teacher has no successful answer to end its pause."""
@@ -183,8 +183,9 @@ class Labeller:
 
 def session_of(plan: LabelPlan, cache: SoftLabelCache) -> LabelSession:
     """Connect to the teachers of a plan."""
-    cache_config = CacheConfig(cache, plan.dataset)
-    return LabelSession(LabelRequest(plan.output_spec, [plan.teachers], plan.options, cache_config))
+    # The queue also has room for the answers that arrive while a run waits for the disk, so none is dropped.
+    options = replace(plan.options, cache_queue_bytes=plan.options.cache_queue_bytes + plan.options.memory_bytes)
+    return LabelSession(LabelRequest(plan.output_spec, [plan.teachers], options, CacheConfig(cache, plan.dataset)))
 
 
 def label_batches(
@@ -208,7 +209,7 @@ def label_batches(
     try:
         for number, item in enumerate(epoch, 1):
             epoch.taken(item)
-            if number % _SETTLE_EVERY == 0:
+            if number % _SETTLE_EVERY == 0 or session.labeller.cache_queue_bytes > plan.options.cache_queue_bytes:
                 session.labeller.prepare_epoch()
             answered(item.value)
     except OF_THE_ROWS as exc:

@@ -450,6 +450,11 @@ class ChunkLabeller:
         service.labels.inputs = inputs
         return service.labels.view(spec)
 
+    @property
+    def cache_queue_bytes(self) -> int:
+        """Bytes of labels that wait to be cached."""
+        return self._cache_queue.queued_bytes if self._cache_queue is not None else 0
+
     def prepare_epoch(self) -> None:
         """Wait until the previous epoch's answers are cached, and switch to the teachers' current version."""
         if self._cache_queue is not None:
@@ -497,7 +502,7 @@ class ChunkLabeller:
             wait_s=self.wait_s,
             source_wait_s=self.source_wait_s,
             rows_not_cached=self._cache_queue.dropped_rows if self._cache_queue is not None else 0,
-            cache_queue_bytes=self._cache_queue.queued_bytes if self._cache_queue is not None else 0,
+            cache_queue_bytes=self.cache_queue_bytes,
         )
 
     def begin_epoch(self) -> None:

@@ -24,6 +24,7 @@ from edl.distill.labelling import (
     ShardSource,
     note_files,
 )
+from edl.distill.pipeline.label_cache import CacheQueue
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import ConflictError, NoTeacherError, PermanentError, TemporaryError
 from edl.protocol.tensors import Array
@@ -135,6 +136,28 @@ def test_shards_are_done_when_on_disk(serve: Serve, folder: Path) -> None:
     assert source.missing_on_disk == 0
     check(folder)
     assert label(folder, teacher, Shards(folder, size=5)).known == ROWS, "with no stream of batches to wait for"
+
+
+def test_slow_disk_is_waited_for(serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it writes only when somebody waits for it. The queue holds a quarter of the labels."""
+    waiting, drain, store = threading.Event(), CacheQueue.drain, CacheQueue._store_next
+
+    def drain_slowly(queue: CacheQueue) -> bool:
+        waiting.set()
+        try:
+            return drain(queue)
+        finally:
+            waiting.clear()
+
+    def store_if_waited_for(queue: CacheQueue) -> float | None:
+        return store(queue) if queue._closing or waiting.is_set() else 0.01
+
+    monkeypatch.setattr(CacheQueue, "drain", drain_slowly)
+    monkeypatch.setattr(CacheQueue, "_store_next", store_if_waited_for)
+    source = Shards(folder)
+    limits = {"cache_queue_bytes": 1 << 20, "memory_bytes": 1 << 20}
+    assert label(folder, serve("echo", repeat=700), source, **limits).labelled == ROWS
+    assert source.missing_on_disk == 0
 
 
 def test_a_rewritten_file_ends_the_worker(serve: Serve, folder: Path, tmp_path: Path) -> None:

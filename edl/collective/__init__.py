@@ -2,17 +2,7 @@
 
 In a training script, `State` and `Checkpointer` keep what must survive, `Evaluator` keeps the metrics measured on it,
 `ElasticSampler` orders the data, and `ElasticTrainer` makes the update. Each works without the others and without `edl
-run`. Inside:
-
-- `agent`: one node's part of a job, `edl run`;
-- `worker_status`: what a worker and its agent tell each other; `job_records`: what agents tell each other in the Store;
-- `checkpoint`: the state that survives, in memory and on storage; `replica`: copies of it on other hosts;
-- `training`: what a step trains, and the update that it makes;
-- `goodput`: how a job spent its time;
-- `integrations`: Hugging Face's and Lightning's `Trainer`, loops with Accelerate, and PaddlePaddle.
-
-Only the parts that need torch import it. Soft labels and teachers belong in `edl.distill`, and anything that knows
-about a cluster in `edl.master`.
+run`. docs/architecture.md lists the parts. Only the parts that need torch import it.
 """
 
 from __future__ import annotations

@@ -1,25 +1,19 @@
 """How a job spent its time: exclusive categories that add up to it, goodput, and events.
 
-Goodput is train / elapsed: the share of the wall-clock time since the job began spent on steps that were
-finished once and never lost. Availability, which is often published instead, is the share of the time in which the job
-was up; a job that keeps restarting, or repeats lost work, is available all the time.
-
-Every node's agent counts its own time (`agent.status_publisher`) and writes it into the Store::
+Goodput is train / elapsed: the share of the wall-clock time since the job began spent on steps that were finished once
+and never lost. Every node's agent counts its own time (`agent.status_publisher`) and writes it into the Store::
 
     jobs/JOB/world                  which nodes train together (edl.collective.job_records), written by all agents
     jobs/JOB/ledger/NODE/BEGAN      one life of a node's agent: all of its time, rewritten about once a second
     jobs/JOB/left-out/HOST          a host that the job excludes (edl.collective.job_records)
     jobs/JOB/events/NODE/BEGAN      what recently happened to that agent or was seen by it
 
-None of these keys has a lease: they stay when the agents are gone. BEGAN is when that life began, so an agent that
-returns does not overwrite what it wrote before. `read_job` combines them into one `JobSummary`, which `edl status`,
-`edl report`, the dashboard and the advice on workers read.
+None of these keys has a lease: they stay when the agents are gone. `read_job` combines them into one `JobSummary`.
 
 Synchronous training is as fast as its slowest rank. So at each moment the job is charged like the node that trained
-least at that moment, among the nodes that run workers. If none does, the node with the most idle time decides; if no
-agent is alive, the job is DOWN. A node that waits to join costs the job nothing, but its workers' seconds count in
-`worker_goodput`. Nodes are aligned by their wall clocks: an error of a second moves a node's row by a second, and at
-each restart moves at most a second between the job's categories.
+least, among the nodes that run workers. If none does, the node with the most idle time decides; if no agent is alive,
+the job is DOWN. A node that waits to join costs the job nothing, but its workers' seconds count in `worker_goodput`.
+Nodes are aligned by their wall clocks: an error of a second moves at most a second at each restart.
 """
 
 from __future__ import annotations
@@ -38,13 +32,9 @@ from edl.discovery.store import Store
 from edl.errors import ProtocolError, SettingsError
 from edl.quoting import did_you_mean, listed
 
-MAX_SPANS: Final = 600
-"""About as many as a picture of a timeline has columns to distinguish; less than 40 KB as JSON."""
-SILENT_S: Final = 5.0
-"""An agent that wrote nothing for this long counts as gone. It writes about once a second, and may miss a few
-writes."""
-_GIVEN_UP_S: Final = 86400.0
-"""Silence after which a job that is down counts as given up: a user who needed it would have restarted it by then."""
+MAX_SPANS: Final = 600  # about as many as a picture's columns can show; less than 40 KB as JSON
+SILENT_S: Final = 5.0  # an agent, which writes once a second, that wrote nothing for this long counts as gone
+_GIVEN_UP_S: Final = 86400.0  # silence after which a job that is down counts as given up
 _VERSION: Final = 1  # of the JSON; any other version is refused
 _MAX_TEXT: Final = 300  # characters of an event: a line or two; 300 events stay below 120 KB in ASCII
 _EXPLAINED: Final = frozenset({"generation", "restart", "faulty"})  # kinds of events whose text is the reason
@@ -55,20 +45,13 @@ _T = TypeVar("_T", int, float, str)
 class TimeCategory(enum.IntEnum):
     """What a moment was spent on; exactly one category applies."""
 
-    TRAIN = 0
-    """Steps that count: forward, backward, waiting for other ranks' gradients, data, evaluation between steps."""
-    SAVE = 1
-    """The training loop is blocked by a copy of its state."""
-    LOAD = 2
-    """Everything before the first step of an agent or worker: imports, process group, model, reading a checkpoint."""
-    ROLLBACK = 3
-    """Work that was lost: steps done again, and the part of a step that a restart interrupted."""
-    RENDEZVOUS = 4
-    """Agents agree on the next world, or workers are paused for it."""
-    IDLE = 5
-    """An agent is alive but nothing moves: a hang until it is noticed, a worker that ended before the others."""
-    DOWN = 6
-    """No agent of the job is alive. A single node is never down, only absent."""
+    TRAIN = 0  # steps that count, with waits for other ranks and data, and evaluations between steps
+    SAVE = 1  # the training loop is blocked by a copy of its state
+    LOAD = 2  # before the first step of an agent or worker: imports, process group, model, reading a checkpoint
+    ROLLBACK = 3  # work that was lost: steps done again, and the part of a step that a restart interrupted
+    RENDEZVOUS = 4  # agents agree on the next world, or workers are paused for it
+    IDLE = 5  # an agent is alive but nothing moves: an unnoticed hang, a worker that ended before the others
+    DOWN = 6  # no agent of the job is alive; a single node is never down, only absent
 
 
 _NAMES: Final = tuple(category.name.lower() for category in TimeCategory)
@@ -78,10 +61,7 @@ _NAMES: Final = tuple(category.name.lower() for category in TimeCategory)
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time with a counter for every category; its length is their sum.
-
-    So nothing can be counted twice or left out. Spans follow one another without gaps.
-    """
+    """A stretch of time with a counter for every category; its length is their sum. Spans follow one another."""
 
     amounts: tuple[int, ...]  # microseconds by `TimeCategory`, in its order
     workers: int = 0  # largest number of workers that the node (or the job) had in it
@@ -89,12 +69,10 @@ class Span:
 
     @property
     def length_us(self) -> int:
-        """Its length in microseconds."""
         return sum(self.amounts)
 
     @property
     def main(self) -> TimeCategory:
-        """The category that took most of it."""
         return TimeCategory(max(TimeCategory, key=lambda category: (self.amounts[category], -category)))
 
     def __add__(self, later: Span) -> Span:
@@ -104,7 +82,6 @@ class Span:
 
 
 def span_of(category: TimeCategory, length_us: int, workers: int = 0, running: bool = False) -> Span:
-    """Return a span of a single category."""
     return Span(tuple(length_us if found is category else 0 for found in TimeCategory), workers, running)
 
 
@@ -120,10 +97,7 @@ def append_span(spans: list[Span], span: Span) -> None:
 
 
 def limit_spans(spans: Iterable[Span]) -> list[Span]:
-    """Describe the same time in at most `MAX_SPANS` spans.
-
-    If there are too many, the older half is merged in pairs, which loses detail about when, but not about how much.
-    """
+    """Describe the same time in at most `MAX_SPANS` spans, by merging the older half in pairs."""
     rest = list(spans)
     while True:
         done: list[Span] = []
@@ -172,12 +146,10 @@ class NodeRecord:
 
     @property
     def samples_known(self) -> bool:
-        """Whether its workers ever reported samples. A script may report steps alone."""
         return self.samples_per_s > 0 or any(mark.samples > 0 for mark in self.marks)
 
     @property
     def until_us(self) -> int:
-        """Wall clock of the last sign of life."""
         return self.began_us + sum(span.length_us for span in self.spans)
 
     def encode(self) -> bytes:
@@ -225,13 +197,11 @@ class Event:
 
 
 def encode_events(events: Iterable[Event]) -> bytes:
-    """Return an agent's events, oldest first, as JSON."""
     rows = [[round(one.at * 1e6), one.node, one.kind, one.text[:_MAX_TEXT], one.generation] for one in events]
     return json.dumps({"version": _VERSION, "events": rows}, separators=(",", ":")).encode()
 
 
-JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"
-"""The content of one entry of a job; None for an entry that is not part of a summary."""
+JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"  # one entry; None: not of a summary
 
 
 def decode_part(key: str, value: bytes) -> JobPart:
@@ -312,7 +282,6 @@ class NodeStatus:
 
     @property
     def gone(self) -> bool:
-        """Whether this life is over."""
         return self.state in ("left", "lost")
 
 
@@ -368,10 +337,7 @@ def read_job(store: Store, job: str, now_s: float | None = None, others: Iterabl
 
 
 def last_step_before(store: Store, job: str, generation: int) -> int:
-    """Return the last step that any node of a job finished before a generation; -1 for none.
-
-    Other nodes may already work in that generation; their steps in it do not count.
-    """
+    """Return the last step that any node of a job finished before a generation; -1 for none."""
     highest = -1
     for entry in store.list(f"{prefix(job)}ledger/"):
         with contextlib.suppress(ProtocolError):  # `edl status` reports it
@@ -465,9 +431,9 @@ def _place(node: NodeStatus) -> tuple[int, float]:
 
 
 def _join(records: Iterable[NodeRecord], until_us: int) -> tuple[list[Span], float | None]:
-    """Combine the ledgers of all lives of all nodes, in any order: the job's spans, and its `worker_goodput`.
+    """Combine the ledgers of all lives: the job's spans, and its `worker_goodput`.
 
-    The job's time ends at the wall clock `until_us` (microseconds), or at the last sign of life if that is later.
+    The job's time ends at the wall clock `until_us`, or at the last sign of life if that is later.
     """
     changes: list[tuple[int, int, Span | None]] = []  # at a wall clock, a life enters its next span, or ends
     for life, record in enumerate(records):
@@ -515,10 +481,7 @@ def _seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _with_causes(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Sort events, and add the cause of each.
-
-    A new generation and a restart state their reason in their text; an earlier event may add to it.
-    """
+    """Sort events, and add the cause of each: its text may state the reason, and an earlier event may add to it."""
     found = []
     leading: dict[int, Event] = {}  # by generation: the last event in it that leads to another generation
     for event in sorted(events, key=lambda event: event.at):

@@ -1,8 +1,7 @@
 """Records of a job in the Store: what its nodes write for other nodes and for `edl status`.
 
-Every node's agent keeps a record of itself under a lease (`Node`). The record of the job (`World`) says which nodes
-train together, in which order, and under which generation. `agent.rendezvous` decides what a record should become, and
-`agent.node_records` reads and writes the records.
+`Node` is an agent's record of itself. The record of the job (`World`) says which nodes train together, in which order,
+and under which generation.
 """
 
 from __future__ import annotations
@@ -15,18 +14,11 @@ from typing import Any, Final, TypeVar
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, ProtocolError
 
-GAVE_UP: Final = "gave up"
-"""Beginning of the event of a node that leaves because too few others joined, or the store did not answer."""
+GAVE_UP: Final = "gave up"  # beginning of the event of a node that leaves for want of other nodes or of the store
 
 
 def prefix(job: str) -> str:
-    """Return the prefix of all keys of a job in the Store."""
     return f"jobs/{job}/"
-
-
-def exclusions_prefix(job: str) -> str:
-    """Return the prefix of the keys of hosts that a job excludes."""
-    return f"{prefix(job)}left-out/"
 
 
 def create_once(store: Store, key: str, value: bytes) -> bytes:
@@ -56,7 +48,6 @@ class Record:
     """A value that is stored or sent as a JSON object, and whose fields are checked when it is read."""
 
     def encode(self) -> bytes:
-        """Return the record as JSON, for the Store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -113,11 +104,7 @@ class Node(Record):
 
 @dataclass(frozen=True)
 class Member(Record):
-    """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`.
-
-    Its agent takes replicas of other nodes' states at `replica_port`, and peers connect to `tether_port`; 0 means
-    neither.
-    """
+    """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`."""
 
     id: str
     addr: str
@@ -129,7 +116,6 @@ class Member(Record):
 
     @property
     def ranks(self) -> range:
-        """The ranks of its workers."""
         return range(self.first_rank, self.first_rank + self.local_world_size)
 
 
@@ -148,12 +134,10 @@ class World(Record):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return sum(member.local_world_size for member in self.nodes)
 
     @property
     def ended(self) -> bool:
-        """Whether the job is done or has failed."""
         return self.state in (JobState.DONE, JobState.FAILED)
 
     def position(self, node: str) -> int | None:
@@ -162,7 +146,6 @@ class World(Record):
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> World:
-        """Make a record from JSON values."""
         members = tuple(Member.from_values(member) for member in values["nodes"])
         return super().from_values({**values, "state": JobState(values["state"]), "nodes": members})
 

@@ -1,8 +1,8 @@
 """The world size, the rank of this process, and what ranks exchange: numbers, bytes and tensors, never pickled objects.
 
-Every function that communicates is collective: the ranks involved must all call it, in the same order. The process
-group's timeout limits how long it may wait, and a broken group raises torch's own errors. `group` is the process group,
-None for torch's default group. Ranks are global unless a function says otherwise.
+Every function that communicates is collective. The process group's timeout limits how long it may wait, and a broken
+group raises torch's own errors. `group` is None for torch's default group. Ranks are global unless a function says
+otherwise.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from edl.errors import SettingsError
 from edl.settings import read
 
 Group: TypeAlias = "dist.ProcessGroup | None"
-_CHUNK_NBYTES = 32 << 20
-"""Bytes of a message: enough to keep any network busy, and little compared to the state if a GPU has to hold them."""
+_CHUNK_NBYTES = 32 << 20  # of a message: enough to keep any network busy, little for a GPU to hold
 
 
 def world_of(group: Group) -> int:
@@ -46,12 +45,11 @@ def world_of(group: Group) -> int:
 
 
 def rank_of(group: Group) -> int:
-    """Return the rank of this process in the group, or 0 without a process group."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def exchange(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
-    """Exchange numbers among all ranks. This is a collective: every rank must call it with equally many numbers."""
+    """Return the numbers of all ranks, equally many of each."""
     world = world_of(group)
     if world == 1:
         return [list(numbers)]
@@ -77,7 +75,6 @@ def broadcast_tensor(tensor: torch.Tensor, src: int, group: Group = None) -> Non
 
 
 def broadcast_bytes(data: bytes, src: int, group: Group = None) -> bytes:
-    """Return rank `src`'s `data`, on every rank."""
     if not dist.is_initialized():
         return data
     length = torch.tensor([len(data)], device=_device(group))
@@ -88,7 +85,6 @@ def broadcast_bytes(data: bytes, src: int, group: Group = None) -> bytes:
 
 
 def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
-    """Return the `data` of all ranks, by rank in the group."""
     device, size = _device(group), dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(data)], device=device), group)
@@ -100,7 +96,6 @@ def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
 
 
 def all_reduce_max(values: Sequence[int], group: Group = None) -> list[int]:
-    """Return the largest of all ranks' values, element by element."""
     moved = torch.tensor(values, dtype=torch.int64, device=_device(group))
     dist.all_reduce(moved, dist.ReduceOp.MAX, group)
     return [int(value) for value in moved.tolist()]
@@ -118,7 +113,6 @@ def send_bytes(data: bytes, dst: int, group: Group = None) -> None:
 
 
 def receive_bytes(src: int, group: Group = None) -> bytes:
-    """Return the bytes that rank `src` sends."""
     length = torch.zeros(1, dtype=torch.int64, device=_device(group))
     dist.recv(length, src, group)
     data = torch.empty(int(length), dtype=torch.uint8)
@@ -144,7 +138,6 @@ def receive_tensor(data: torch.Tensor, src: int, group: Group = None) -> None:
 
 
 def byte_tensor(data: bytearray | memoryview) -> torch.Tensor:
-    """Return bytes as a flat uint8 tensor that shares their memory."""
     return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 

@@ -17,9 +17,7 @@ REMEDIES: Final[Mapping[str, str]] = {
     "--regroup-timeout": "remove it: every restart starts new processes",
     "--rdzv-backend=edl": "start the script with `edl run`, which takes torchrun's options, or use --rdzv-backend=c10d",
 }
-"""What to use instead, by the removed name."""
 
 
 def describe_removal(name: str) -> str:
-    """Return the error message for a removed name."""
     return f"{name} was removed: {REMEDIES[name]}"

@@ -1,11 +1,8 @@
 """The status page: shared memory through which a worker and its node's agent tell each other how they are.
 
-Every field has a single writer. A worker writes which phase it is in and how far it got. Its agent can read that at any
-time, even after the worker was killed or while it hangs. The agent writes its requests to the worker: to pause at a
-step. Nothing is sent, so nothing can be lost or block. Times are readings of `time.monotonic()`, which all processes of
-a host share on Linux.
-
-Without an agent (`WorkerStatusPage.from_env` outside `edl run`) the page is private memory and requests nothing.
+Every field has a single writer. The agent can read what a worker wrote at any time, even after the worker was killed or
+while it hangs. Nothing is sent, so nothing can be lost or block. Times are readings of `time.monotonic()`, which all
+processes of a host share on Linux. Without an agent the page is private memory and requests nothing.
 """
 
 from __future__ import annotations
@@ -34,26 +31,21 @@ _BUSY_WITH_NBYTES: Final = 64  # more than a log line has room for
 class Phase(enum.IntEnum):
     """The phases of a worker's time; it is in exactly one of them at any time."""
 
-    START = 0
-    """From the fork to the first step or load: imports, process group, model."""
+    START = 0  # from the fork to the first step or load: imports, process group, model
     LOAD = 1
     TRAIN = 2
     SAVE = 3
-    ROLLBACK = 4
-    """Repeating steps that had been finished before but whose state was lost."""
-    PAUSE = 5
-    """Stopped between two steps so that other nodes can join or leave."""
+    ROLLBACK = 4  # repeating steps that had been finished before but whose state was lost
+    PAUSE = 5  # stopped between two steps so that other nodes can join or leave
     EXIT = 6
-    AGREE = 7
-    """Waiting to agree with other ranks on the next save: the cost of a rank that is slow or hangs."""
-    BUSY = 8
-    """Something between two steps that the script announced with its own time limit, such as an evaluation."""
+    AGREE = 7  # waiting to agree with other ranks on the next save: the cost of a rank that is slow or hangs
+    BUSY = 8  # something between two steps that the script announced with its own time limit, such as an evaluation
 
 
 class _Fields(ctypes.Structure):
     """The fields in a page: eight bytes each at a multiple of eight, so that a reader never sees half of a number.
 
-    An agent reads pages of workers of the same version only; a change here is a change of the format (`_MAGIC`).
+    A change here is a change of the format (`_MAGIC`).
     """
 
     _fields_ = (
@@ -112,7 +104,6 @@ class WorkerStatusPage:
 
     @classmethod
     def open(cls, path: Path) -> WorkerStatusPage:
-        """Open the page that an agent created."""
         page = cls._map(path)
         if page._page.magic != _MAGIC:
             raise ProtocolError(f"{path} is not a status page of this version of EDL")
@@ -120,7 +111,6 @@ class WorkerStatusPage:
 
     @classmethod
     def from_env(cls) -> WorkerStatusPage:
-        """Open the page that `EDL_BOARD` names, or private memory without an agent."""
         path = read("EDL_BOARD", Path)
         if path is not None:
             return cls.open(path)
@@ -137,7 +127,6 @@ class WorkerStatusPage:
         self._page.generation = generation
 
     def enter_phase(self, phase: Phase) -> Phase:
-        """Switch to a phase, and return the previous one."""
         page, now = self._page, time.monotonic()
         before = Phase(page.phase)
         page.totals_s[before] += now - page.since
@@ -174,7 +163,6 @@ class WorkerStatusPage:
         page.totals_s[phase] += seconds
 
     def finish_step(self, step: int, samples: int = 0) -> None:
-        """Record a finished step."""
         page, now = self._page, time.monotonic()
         if page.finished and step == page.step + 1:
             page.durations_s[page.finished % _RECENT] = now - page.step_at
@@ -184,7 +172,6 @@ class WorkerStatusPage:
         page.step = step
 
     def is_pause_requested(self, step: int) -> bool:
-        """Return whether the agent requested a pause after this step or an earlier one."""
         return bool(0 <= self._page.pause_at <= step)
 
     def record_pause(self, step: int) -> None:
@@ -199,25 +186,17 @@ class WorkerStatusPage:
 
     @property
     def agent_silence_s(self) -> float:
-        """Seconds since the agent's last heartbeat; 0 without an agent.
-
-        A stopped agent may have lost its lease, and other nodes may train in its place. A worker that waits does no
-        harm.
-        """
+        """Seconds since the agent's last heartbeat; 0 without an agent. A stopped agent may have lost its lease."""
         beat_at = self._page.beat_at
         return max(0.0, time.monotonic() - beat_at) if beat_at else 0.0
 
     # --- The agent's side. ---
 
     def record_agent_heartbeat(self, at: float) -> None:
-        """Tell the worker that its agent was alive at a moment (`time.monotonic()`).
-
-        It must not be later than the agent's newest information about its place in the job.
-        """
+        """Tell the worker when its agent last knew its place in the job."""
         self._page.beat_at = at
 
     def request_pause(self, step: int | None) -> None:
-        """Ask the worker to save and pause after a step; None withdraws the request."""
         self._page.pause_at = _NEVER if step is None else step
 
     def read_status(self) -> WorkerStatus:

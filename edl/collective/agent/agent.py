@@ -1,8 +1,7 @@
 """A node's part of a job: keeps the node's record, follows the job's, and runs this node's workers accordingly.
 
 A single thread acts. The others only put what they learn (a record changed, a worker ended, a signal arrived) into its
-queue. Before it joins, it checks that there is work, tests the node and imports the script's modules. `context` holds
-an agent's resources, and `reconciler` acts once it has joined.
+queue. `context` holds an agent's resources, and `reconciler` acts once the node has joined.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ _REREAD_S = 1.0  # in case a watch missed a change; more often would load a stor
 
 
 class Agent:
-    """Runs a node of a job until the job has ended or the node must leave.
-
-    Everything that happens is logged. A person should see all messages from INFO on.
-    """
+    """Runs a node of a job until the job has ended or the node must leave."""
 
     def __init__(self, spec: LaunchSpec, store: Store) -> None:
         self._spec = spec
@@ -116,13 +112,15 @@ class Agent:
             return None
         asked_at = time.monotonic()
         try:
-            self._delete_lost_peers(context)
+            for node in list(self._lost_peers):
+                context.membership.delete_node(node)
+                self._lost_peers.discard(node)
             records = context.membership.read_records()
             self._read_at = time.monotonic()
             code = reconciler.reconcile(records)
         except DiscoveryError as exc:
             code = reconciler.handle_store_outage(exc)
-        worker_group.allow_heartbeat(asked_at, reconciler.workers_may_run_until)
+        worker_group.heartbeat.allow_beats(asked_at, reconciler.workers_may_run_until)
         return code
 
     def _handle_events(self, context: AgentContext, timeout_s: float) -> bool:
@@ -140,17 +138,11 @@ class Agent:
         except queue.Empty:
             return woken
 
-    def _delete_lost_peers(self, context: AgentContext) -> None:
-        for node in list(self._lost_peers):
-            context.membership.delete_node(node)
-            self._lost_peers.discard(node)
-
 
 # --- Before the node joins ---
 
 
 def _join_job(context: AgentContext) -> int | None:
-    """Join the job."""
     code = _check_job_state(context)
     if code == ExitCode.DONE:
         _store_leftover_state(context)

@@ -38,8 +38,7 @@ logger = logging.getLogger(__name__)
 class JobRun:
     """Names the job's run in its checkpoints (`edl.collective.checkpoint.storage.folder`).
 
-    The name lasts as long as the job's records in the Store. A job that is stopped and started again there continues to
-    count generations, so it is the same run.
+    The name lasts as long as the job's records in the Store, which also count its generations.
     """
 
     def __init__(self, store: Store, job: str) -> None:
@@ -48,7 +47,6 @@ class JobRun:
         self._known = ""
 
     def __call__(self) -> str:
-        """Return the name, created by the first agent to ask."""
         name = self._known or run_name(new_run_id())  # known, but lost by the store: it is restored
         found = create_once(self._store, self._key, name.encode())
         if re.fullmatch(rb"[0-9a-f]{16}", found) is None:
@@ -61,8 +59,7 @@ class JobRun:
 
 
 _STORE_TIMEOUT_S = 30.0
-"""How long to wait for a last state to be stored; at the end of a job, how long without progress. Kubernetes kills a
-pod 30 s after SIGTERM by default."""
+"""Longest wait for a last state to be stored; at a job's end, without progress. Kubernetes kills 30 s after SIGTERM."""
 _POLL_S = 0.05  # how soon a second signal ends the wait; a person does not notice it
 _SILENT_S = 1.0  # most states are stored sooner, which needs no message
 
@@ -85,24 +82,21 @@ class ShutdownState:
 
     @property
     def termination(self) -> TerminationMessage:
-        """Why this node ended, as far as is known by now."""
         code = self.exit_code
         message = "the job is done; its last state is not stored" if code == ExitCode.NOT_STORED else self.end.message
         return replace(self.end, exit_code=int(code if code is not None else ExitCode.FAILED), message=message)
 
     @property
     def job_over(self) -> bool:
-        """Whether the job has ended with this node in it."""
         return self.joined and self.code in (ExitCode.DONE, ExitCode.FAILED)
 
 
 def store_last_state(
     persister: CheckpointPersister, signals: StopSignals, shutdown: ShutdownState, *, resumable: bool
 ) -> None:
-    """Wait until the last checkpoint is stored, for a limited time or until a second signal ends the wait.
+    """Wait until the last checkpoint is stored, for a limited time or until a second signal. Closes `persister`.
 
-    Closes `persister`, and sets `shutdown.stored`. `resumable` says whether a later start of the same command can store
-    a state from memory.
+    `resumable` says whether a later start of the same command can store a state from memory.
     """
     done = shutdown.code == ExitCode.DONE
     # Slurm itself ends the wait, by its KillWait or GraceTime, which were chosen for what the storage needs.
@@ -138,11 +132,7 @@ def store_last_state(
 
 
 def note_unstored_state(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
-    """Mark the folder as holding an unstored last state of a finished job, before trying to store that state.
-
-    If the agent is killed during that time, it leaves the folder behind, and a later start of the same command stores
-    the state.
-    """
+    """Mark the folder as holding an unstored last state of a finished job, in case the agent is killed meanwhile."""
     if shutdown.joined and shutdown.code == ExitCode.DONE and spec.checkpoint and spec.resumable:
         with contextlib.suppress(OSError):  # no room: the state is still stored, unless the agent is killed
             host.unstored = True
@@ -167,21 +157,17 @@ _URGENT_PUBLISH_TIMEOUT_S = 0.5  # for a node asked a second time to leave: a he
 
 @dataclass(frozen=True)
 class PeerLost:
-    """The end of another node's agent, or at least of its process."""
+    """The end of another node's agent."""
 
     node: str
 
 
-AgentEvent = WorkerExit | ZygoteLost | PeerLost | None
-"""An event that wakes an agent. None means that something changed and must be looked at."""
+AgentEvent = WorkerExit | ZygoteLost | PeerLost | None  # None: something changed and must be looked at
 EventQueue = queue.SimpleQueue[AgentEvent]
 
 
 class AgentContext:
-    """The resources of a node's agent: everything it needs for its part in a job.
-
-    `stack` closes them, in reverse order. `shutdown` records how the agent's part ended.
-    """
+    """The resources of a node's agent, which `stack` closes in reverse order. `shutdown` records how its part ended."""
 
     def __init__(
         self, spec: LaunchSpec, store: Store, signals: StopSignals, events: EventQueue, stack: ExitStack
@@ -233,9 +219,7 @@ def _close_status(status: StatusPublisher, signals: StopSignals) -> None:
 
 
 def _may_complete_checkpoint(membership: Membership, signals: StopSignals) -> bool:
-    """Return whether a state of this node still counts: the others have not continued without it.
-
-    Callable from any thread.
+    """Return whether a state of this node still counts: the others have not continued without it. For any thread.
 
     Raises:
         DiscoveryError: The store does not answer, so it is unknown.

@@ -1,6 +1,6 @@
 """How a node leaves a job: the signals that request it, the exit codes, and the message that says why it ended.
 
-Kubernetes keeps the last 4,096 bytes of the file that `terminationMessagePath` names in the container's status
+Kubernetes keeps the last 4,096 bytes of the file that `terminationMessagePath` names
 (https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/). `edl.master` may not import
 this module, so it reads the message with `edl.master.scaling.terminations`; a test compares the two.
 """
@@ -22,24 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 class ExitCode(IntEnum):
-    """Exit codes.
-
-    A node that left because of a signal exits with 128 plus the signal's number, such as 143 for SIGTERM.
-    """
+    """Exit codes. A node that left because of a signal exits with 128 plus its number, such as 143 for SIGTERM."""
 
     DONE = 0
-    FAILED = 1
-    """The script raised, or exited with a code other than 0."""
-    NOT_STORED = 74
-    """The script has ended, but the last state of this node's workers is not in storage (EX_IOERR of sysexits.h)."""
-    TRY_AGAIN = 75
-    """Too few nodes joined within the deadline (EX_TEMPFAIL of sysexits.h): try again later. `edl.cli` uses this code
-    too if the store does not answer when a node starts."""
-    FAULTY_NODE = 69
-    """A GPU of this node failed, or the node failed the check before joining (EX_UNAVAILABLE): run elsewhere."""
-    OUT_OF_MEMORY = 137
-    """The kernel killed a worker for lack of memory, and the node left because of it (`--leave-on-oom`). A process
-    killed by SIGKILL has the same code, so whatever restarts nodes treats both alike."""
+    FAILED = 1  # the script raised, or exited with a code other than 0
+    NOT_STORED = 74  # EX_IOERR of sysexits.h: the script has ended, but its last state is not in storage
+    TRY_AGAIN = 75  # EX_TEMPFAIL: too few nodes joined in time, or the store does not answer at the start
+    FAULTY_NODE = 69  # EX_UNAVAILABLE: a GPU of this node failed, or the node failed the check before joining
+    OUT_OF_MEMORY = (
+        137  # `--leave-on-oom`, and as for any process killed by SIGKILL: whatever restarts nodes sees no difference
+    )
 
 
 # --- The signals that stop an agent ---
@@ -56,11 +48,9 @@ class AskedToLeaveError(Exception):
 class StopSignals:
     """Counts the signals that arrive between `__enter__` and `__exit__`. Use it in the main thread.
 
-    The handler only counts, and calls `wake`; the code that it interrupts decides when to act on a signal.
-
-    Slurm repeats SIGTERM (at the start and end of a partition's GraceTime, and when a job that was already asked to end
-    is cancelled), so with `slurm` a repeat does not mean urgency: SIGKILL follows anyway. Only SIGINT, which a person
-    sends through `srun`, then makes the node hurry.
+    The handler only counts, and calls `wake`. Slurm repeats SIGTERM (at the start and end of a partition's GraceTime,
+    and for a job that was already asked to end), so with `slurm` only SIGINT, which a person sends through `srun`,
+    makes the node hurry.
     """
 
     def __init__(self, wake: Callable[[], None], *, slurm: bool = False) -> None:
@@ -71,17 +61,15 @@ class StopSignals:
 
     @property
     def stopping(self) -> bool:
-        """Whether this node is asked to leave."""
         return bool(self._numbers)
 
     @property
     def urgent(self) -> bool:
-        """Whether it was asked a second time and must leave at once."""
+        """Whether this node was asked a second time and must leave at once."""
         return any(not self.slurm or number == signal.SIGINT for number in self._numbers[1:])
 
     @property
     def number(self) -> int:
-        """The first signal, which is passed on to the workers."""
         return self._numbers[0]
 
     @property
@@ -90,7 +78,6 @@ class StopSignals:
         return 128 + self._numbers[-1]
 
     def raise_if_stopping(self) -> None:
-        """Raise if a signal has arrived; code that waits calls this repeatedly."""
         if self._numbers:
             raise AskedToLeaveError
 
@@ -115,8 +102,7 @@ class StopSignals:
 # --- The termination message: why a node's agent ended, in a small file that outlives it ---
 
 
-_MAX_BYTES: Final = 4096
-"""Size that the kubelet reads. It keeps only the end of a longer file, which would not be JSON."""
+_MAX_BYTES: Final = 4096  # that the kubelet reads; it keeps only the end of a longer file, which would not be JSON
 _NAME_CHARS: Final = 253  # of a node's name, the longest a host name can be; the rest is for the message
 _GAP: Final = "\n[...]\n"
 
@@ -144,8 +130,7 @@ class TerminationMessage:
 def write_termination_message(path: str, message: TerminationMessage) -> None:
     """Write why this agent ended to a file. A failure is only logged, since it must not change how the agent ends.
 
-    The file is overwritten in place by a single call: in a container it is a mount, and nothing can be renamed onto
-    that.
+    The file is overwritten in place by a single call: in a container it is a mount, onto which nothing can be renamed.
     """
     if not path:
         return
@@ -164,10 +149,7 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
 
 
 def cut_middle(text: str, max_bytes: int) -> str:
-    """Return a text whose JSON has at most `max_bytes` bytes: the start and the end, where the error is, of a long one.
-
-    `max_bytes` has room for a few words.
-    """
+    """Return a text whose JSON has at most `max_bytes` bytes: of a long one the start, and the end with the error."""
     if _count_bytes(text) <= max_bytes:
         return text
     start = _keep_start(text, max_bytes // 4)

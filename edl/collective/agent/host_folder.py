@@ -1,7 +1,7 @@
 """The folder in memory that an agent keeps for its workers: status pages, slots of state, logs.
 
 It outlives the agent. Another agent of the same job on the same host takes over a dead agent's folder, the one with the
-newest state if there are several. The folders' locks tell it that the dead agents and their workers are gone.
+newest state if there are several. The folders' locks show that the dead agents and their workers are gone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ from typing import Any
 from edl.collective.checkpoint.memory.slots import find_slots
 from edl.errors import EDLError
 
-_ABANDONED_S = 3600.0
-"""How long a state is kept for a later start; messages and documentation say an hour. Longer would withhold memory from
-other jobs of the host; less would lose the state of a job whose user looks at the error first."""
+_ABANDONED_S = 3600.0  # a state is kept for a later start; messages and docs say an hour. Longer would withhold memory
 _UNSTORED = "unstored"
-_LOCK_TIMEOUT_S = 5.0
-"""How long another agent may look through the folders, which takes milliseconds. An agent that takes longer was
-stopped, and all others would wait for it."""
+_LOCK_TIMEOUT_S = 5.0  # for another agent to look through the folders; one that takes longer was stopped
 _LOCK_POLL_S = 0.01  # agents that start together take turns
 
 
@@ -89,15 +85,12 @@ class HostFolder:
 
     @property
     def holds_state(self) -> bool:
-        """Whether any slot here is complete."""
         return bool(_labels(self.path))
 
     def status_page(self, local_rank: int) -> Path:
-        """Return the path of a worker's status page."""
         return self.path / f"board-{local_rank}"
 
     def slots(self, local_rank: int) -> str:
-        """Return the path prefix of a worker's slots."""
         return str(self.path / f"slots-{local_rank}")
 
     def touch(self) -> None:
@@ -112,11 +105,9 @@ class HostFolder:
 
     @property
     def replicas(self) -> Path:
-        """The folder for replicas of other nodes' states."""
         return self.path / "replicas"
 
     def stacks(self, local_rank: int) -> Path:
-        """Return the file to which a worker writes its stacks on request."""
         return self.path / f"stacks-{local_rank}"
 
     def make_output_folder(self) -> Path:
@@ -129,8 +120,8 @@ class HostFolder:
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
         """Release the folder. `keep` leaves its state to the next agent of this job.
 
-        `used` says whether the state may be this node's, rather than only the previous owner's. If the job has `ended`,
-        what agents that died on this host left behind is removed, except for states that could not be stored.
+        `used` says whether the state may be this node's, not only the previous owner's. If the job has `ended`, what
+        agents that died on this host left is removed, except for states that could not be stored.
         """
         with _locked_folder(self.path.parent):
             if ended:
@@ -214,7 +205,6 @@ def _labels(path: Path) -> list[tuple[int, int]]:
 
 
 def _make(job: Path) -> tuple[Path, int]:
-    """Make a new folder. Returns it and its lock."""
     number = -1
     while True:
         number += 1
@@ -230,10 +220,9 @@ def _make(job: Path) -> tuple[Path, int]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder whose lock this process holds, after renaming it to a name that no agent uses.
+    """Remove a folder whose lock this process holds, after renaming it.
 
-    An agent that has waited long enough for this one (`_LOCK_TIMEOUT_S`) may make a folder with the old name at the
-    same time, and would otherwise lose its files.
+    An agent that did not wait for this one may make a folder with the old name now, and would lose its files.
     """
     gone = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):

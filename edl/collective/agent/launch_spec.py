@@ -1,8 +1,7 @@
 """The specification of a node's agent, and where the ranks of a generation meet.
 
-Paddle's trainers all meet at a store that the first of them opens, at `PADDLE_MASTER`, and each trainer has its own
-address by which parts of Paddle identify it. So a node reserves consecutive ports, one for the store and one for every
-trainer; `Node.port` is the first. This module imports torch, but not Paddle.
+Paddle's trainers meet at a store that the first of them opens, at `PADDLE_MASTER`, and each trainer has its own address
+by which parts of Paddle identify it. So a node reserves consecutive ports; `Node.port` is the first.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from edl.errors import EDLError
 if TYPE_CHECKING:
     from edl.protocol.tls import PeerTLS  # imported only if TLS is used
 
-_TRIES = 100  # most tries find a row of free ports; on a host without any, this still ends within a second
+_TRIES = 100  # most tries find a row of free ports; without any, this ends within a second
 
 
 def has_gpu_build() -> bool:
@@ -38,13 +37,9 @@ def has_gpu_build() -> bool:
 
 
 class ReservedPorts:
-    """Consecutive ports that the kernel gives to no other process, until `close`.
+    """Consecutive ports from `port` on that the kernel gives to no other process, until `close`.
 
-    They are bound but not listened on, and all sides set `SO_REUSEADDR`. So Paddle's trainers can still bind and
-    listen, while the kernel does not hand them to a process that asks for any free port.
-
-    Attributes:
-        port: The first port.
+    They are bound but not listened on, and all sides set `SO_REUSEADDR`, so Paddle's trainers can bind and listen.
     """
 
     def __init__(self, count: int) -> None:
@@ -57,7 +52,6 @@ class ReservedPorts:
         raise EDLError(f"no {count} free ports in a row were found in {_TRIES} tries")
 
     def close(self) -> None:
-        """Release the ports."""
         for reserved in self._sockets:
             reserved.close()
 
@@ -82,8 +76,7 @@ def _row(count: int) -> list[socket.socket]:
 # --- The specification and the environment ---
 
 
-MasterEndpoint: TypeAlias = "TCPStore | ReservedPorts"
-"""Where the ranks of a generation meet: torch's MASTER_PORT, held open as long as the object lives."""
+MasterEndpoint: TypeAlias = "TCPStore | ReservedPorts"  # where the ranks of a generation meet, while the object lives
 
 
 @dataclass(frozen=True)
@@ -127,11 +120,7 @@ class LaunchSpec:
 
 
 def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
-    """Open a meeting place for the ranks of a single generation.
-
-    An earlier generation's addresses must not be found there. Returns a store for torch; for Paddle, whose first
-    trainer opens a store, ports that are kept free.
-    """
+    """Open a meeting place for the ranks of a single generation, where no earlier generation's addresses are found."""
     if spec.framework == "paddle":
         return ReservedPorts(spec.workers + 1)
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

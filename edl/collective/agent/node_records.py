@@ -1,8 +1,8 @@
 """A node's records in the Store: its own under a lease, the job's by compare-and-set, and the excluded hosts.
 
-A host is excluded when one of its GPUs failed, and is refused when it returns. It is identified by the boot id of
-its kernel and the GPUs visible to this process: containers get new names at every start, and a reboot, which resets the
-GPUs, makes it a new host. Exclusions have the keys `jobs/JOB/left-out/HOST` and no lease.
+A host whose GPU failed is excluded, under the keys `jobs/JOB/left-out/HOST`. It is identified by the boot id of its
+kernel and the GPUs visible to this process: containers get new names at every start, and a reboot, which resets the
+GPUs, makes it a new host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edl.background import BackgroundLoop
-from edl.collective.job_records import Exclusion, Node, World, exclusions_prefix, prefix
+from edl.collective.job_records import Exclusion, Node, World, prefix
 from edl.discovery.store import Entry, Lease, Store, StoreWatch
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError
 
@@ -38,18 +38,17 @@ class Exclusions:
 
     def __init__(self, store: Store, job: str, host: str) -> None:
         self._store = store
-        self._folder = exclusions_prefix(job)
+        self._folder = f"{prefix(job)}left-out/"
         self._key = self._folder + host
 
     def own_exclusion(self) -> Exclusion | None:
-        """Return why the job excludes this host, or None if it does not."""
         entry = self._store.get(self._key)
         return None if entry is None else Exclusion.decode(entry.value)
 
     def find_same_elsewhere(self, exclusion: Exclusion) -> Exclusion | None:
         """Find another host that was excluded for an unclear fault, if the job has not got past that step since.
 
-        In that case the fault has moved from host to host, as an error in a kernel of the script does.
+        Then the fault has moved from host to host, as an error in a kernel of the script does.
         """
         for entry in self._store.list(self._folder):
             other = Exclusion.decode(entry.value)
@@ -64,11 +63,9 @@ class Exclusions:
                 self._store.delete(entry.key)
 
     def add(self, exclusion: Exclusion) -> None:
-        """Exclude this host from now on."""
         self._store.put(self._key, exclusion.encode())
 
     def remove(self) -> None:
-        """Readmit this host."""
         self._store.delete(self._key)
 
 
@@ -76,12 +73,11 @@ class Exclusions:
 
 
 _RENEWAL_RETRY_S: Final = 2.0
-"""How long after its lease's end a member may return once the store answers again. It is a client's longest pause
-between two attempts. With less, returning members are dropped; with more, all wait longer for the dead."""
+"""How long after its lease's end a member may return once the store answers: a client's longest pause between two
+attempts. With less, returning members are dropped; with more, all wait longer for the dead."""
 _RECORD_LOST_S: Final = 8.0
-"""How long a job's record must be missing before that is believed. A request made during an outage may take this long,
-and a store that has just started may seem empty. With less, a job would begin again although its record still
-exists."""
+"""How long a job's record must be missing before that is believed, since a store that has just started may seem empty.
+With less, a job would begin again although its record still exists."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,8 @@ class JobRecords:
 class Membership:
     """This node in a job: its record under a lease, and the records of the job and the other nodes.
 
-    Only `read_world` may be called from any thread; the rest belongs to the agent's thread. `ttl_s` is the length of
-    the lease. Threads of this object call `wake` whenever a record may have changed. The caller closes the store.
+    Only `read_world` may be called from any thread; the rest belongs to the agent's thread. Threads of this object call
+    `wake` whenever a record may have changed. The caller closes the store.
     """
 
     def __init__(
@@ -139,7 +135,6 @@ class Membership:
         return self._clock() - self._leased_at if self._joined else 0.0
 
     def join(self) -> None:
-        """Publish this node's record, so that the others see the node from now on."""
         self._joined = True
         self._write()
 
@@ -152,12 +147,9 @@ class Membership:
     def read_records(self) -> JobRecords:
         """Read all records. A node that lost its lease gets a new one here, under its old name.
 
-        While the store is down, the leases of all nodes expire, and afterwards some node is the first to return. For a
-        while it treats the members that it knew as late rather than gone. The same applies to a store that answers but
-        accepts no renewals, such as a locked file: then this node's own renewal is late.
-
-        Returns:
-            The records, with the last known record of each member that may only be late.
+        While the store is down, the leases of all nodes expire, and some node is the first to return. For a while it
+        treats the members that it knew as late rather than gone. The same applies to a store that answers but accepts
+        no renewals, such as a locked file.
 
         Raises:
             DiscoveryError: The store does not answer, or lost the job's record a moment ago.
@@ -186,10 +178,7 @@ class Membership:
         return JobRecords(world, entry.version if entry is not None else None, nodes, late, asked_at)
 
     def _checked_world(self, entry: Entry | None) -> World:
-        """Return the job's record.
-
-        A lost one is believed only after a while, since a store that restarts may seem empty.
-        """
+        """Return the job's record. A lost one is believed only after a while."""
         if entry is not None:
             self._last = World.decode(entry.value)
             self._lost_since = None
@@ -208,9 +197,7 @@ class Membership:
         return World() if entry is None else World.decode(entry.value)
 
     def propose_world(self, world: World, version: int | None) -> bool:
-        """Replace the job's record, unless another agent has changed it since `version`.
-
-        Returns whether it was written.
+        """Replace the job's record, unless another agent has changed it since `version`. Returns whether it was.
 
         Raises:
             DiscoveryError: The store does not answer, and may or may not have written it.
@@ -223,7 +210,6 @@ class Membership:
         self._known.pop(node, None)
 
     def close(self) -> None:
-        """Delete this node's record and stop following the records."""
         for loop in self._loops:
             loop.close()
         if self._lease is not None:
@@ -250,6 +236,5 @@ class Membership:
             raise DiscoveryError(f"the lease of {self.node.id} ended while its record was written") from exc
 
     def _follow(self, watch: StoreWatch) -> None:
-        """Wake the agent at every change, until the watch is closed."""
         for _ in watch:
             self._wake()

@@ -26,6 +26,7 @@ from edl.collective.agent.rendezvous import (
     is_join_deferred,
     next_world,
 )
+from edl.collective.agent.worker_group import pause_needs_s, pause_step
 from edl.collective.checkpoint.memory.slots import slot_nbytes
 from edl.collective.goodput import TimeCategory
 from edl.collective.job_records import GAVE_UP, Exclusion, JobState, World
@@ -45,11 +46,9 @@ class Departure:
 
 
 _STORE_OUTAGE_SHARE = 0.8
-"""How long workers continue without the store, as a share of the time after which others take the job over. They must
-have stopped by then; the rest is for agents that a busy machine delays."""
-_REPEAT_S = 60.0
-"""Seconds between two log lines that say the same. More often would fill the log, and a person looks about once a
-minute."""
+"""How long workers continue without the store, as a share of the time after which others take the job over. The rest is
+for agents that a busy machine delays."""
+_REPEAT_S = 60.0  # between two log lines that say the same
 
 
 class NodeReconciler:
@@ -98,10 +97,7 @@ class NodeReconciler:
         return TimeCategory.IDLE if self._waits_for_place else TimeCategory.RENDEZVOUS
 
     def reconcile(self, records: JobRecords) -> int | None:
-        """Act on the records, and repeat that as long as this node itself changes the job's record.
-
-        Returns the exit code if this node's part is over, else None.
-        """
+        """Act on the records until this node changes nothing more. Returns the exit code if its part is over."""
         if self._store_away.record(False, time.monotonic()):
             logger.info("the store answers again")
         while True:
@@ -150,7 +146,7 @@ class NodeReconciler:
         return world.position(self._context.id) if world.state is JobState.RUNNING else None
 
     def _note_place(self, waits: bool, world: World) -> None:
-        """Log once when this node begins to wait for a place, because the job has its maximum number of nodes."""
+        """Log once when this node begins to wait for a place."""
         if waits and not self._waits_for_place:
             nodes = _count(len(world.nodes), "node")
             logger.info("the job has its %s, and no place for more: waiting for a place", nodes)
@@ -314,10 +310,7 @@ class NodeReconciler:
         return ExitCode.FAILED
 
     def _describe_end(self, world: World) -> TerminationMessage:
-        """Return why a job ended.
-
-        Every node reports the same, except for the number of processes that the kernel killed.
-        """
+        """Return why a job ended: the same on every node, except for the number of processes that the kernel killed."""
         own, here = self._context.shutdown.end, self._context.id
         node = next((member.id for member in world.nodes if world.failed_rank in member.ranks), here)
         oom_kills = own.oom_kills if (own.node, own.rank) == (node, world.failed_rank) == (here, own.rank) else 0
@@ -364,10 +357,7 @@ class NodeReconciler:
         return self._write_world(next_world(records.world, nodes, observation, self._spec.rendezvous), records)
 
     def _write_world(self, proposal: World | None, records: JobRecords) -> bool:
-        """Write the job's record.
-
-        Returns whether it changed; if another node was first, the agent is woken to read it again.
-        """
+        """Write the job's record. Returns whether it changed; if another node was first, wakes the agent."""
         if proposal is None or proposal == records.world:
             return False
         if not self._membership.propose_world(proposal, records.version):
@@ -411,7 +401,6 @@ class NodeReconciler:
         return decision
 
     def _note_failure(self, decision: RecoveryDecision, message: str) -> None:
-        """Note what failed on this node, for its termination message."""
         self._context.shutdown.end = TerminationMessage(
             cause=decision.cause.value if decision.cause is not None else "",
             rank=decision.rank,
@@ -453,7 +442,7 @@ class NodeReconciler:
     def _missed_generation(self, world: World) -> str:
         """Return why this node's workers of the current generation no longer run, or "" if they do.
 
-        They cannot be started again in it: their ranks have already met, and others may have continued.
+        They cannot be started again in it: their ranks have already met.
         """
         same = world.state is JobState.RUNNING and world.generation == self._worker_group.generation
         over = self._worker_group.running or self._membership.node.finished == world.generation
@@ -462,12 +451,13 @@ class NodeReconciler:
 
     def _observe(self, decision: RecoveryDecision) -> LocalObservation:
         now = time.monotonic()
+        group, statuses = self._worker_group, self._worker_group.read_statuses()
         return LocalObservation(
             node=self._context.id,
             quiet_s=self._node_ids.held_s(now),
             pausing_s=self._pause.held_s(now) if self._pause.value[1] is not None else 0.0,
-            pause_step=self._worker_group.choose_pause_step(),
-            pause_needs_s=self._worker_group.pause_needs_s(),
+            pause_step=pause_step(statuses, group.generation) if group.running else None,
+            pause_needs_s=pause_needs_s(statuses),
             restart=decision.restart,
             forgives=decision.after_error,
             dead=self._context.host.dead,
@@ -476,7 +466,6 @@ class NodeReconciler:
     # --- The record of this node ---
 
     def _update_own_record(self, world: World) -> None:
-        """Bring this node's record up to date."""
         node = self._membership.node
         worker_group = self._worker_group
         changes: dict[str, Any] = {}

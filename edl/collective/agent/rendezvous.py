@@ -1,8 +1,7 @@
 """Decides which nodes train together: a plain state machine over the Store's records (`edl.collective.job_records`).
 
 All agents see the same records and may compute the next world from them (`next_world`). Compare-and-set lets only one
-of them write it, and the others follow. So no leader can be lost, and there is never a second world at the same time: a
-world exists only once it is written.
+of them write it. So no leader can be lost, and there is never a second world at the same time.
 
     forming ──enough nodes──> running ──every member finished──> done
        ^                       │  │
@@ -22,8 +21,7 @@ from edl.collective.job_records import JobState, Member, Node, World
 
 T = TypeVar("T")
 
-_MESSAGE_CHARS: Final = 16_000
-"""Longest message of a failed job in its record: room for a long traceback, and far below Consul's limit of 512 KiB."""
+_MESSAGE_CHARS: Final = 16_000  # of a failed job's message: a long traceback, and far below Consul's limit of 512 KiB
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,7 @@ class ChangeTimer(Generic[T]):
         self._since_s = now_s
 
     def record(self, value: T, now_s: float, *, restart: bool = False) -> bool:
-        """Record the current value. A change, or `restart`, begins a new measurement.
-
-        Returns whether the value changed.
-        """
+        """Record the current value, and return whether it changed. A change, or `restart`, begins a new measurement."""
         changed = value != self.value
         if changed or restart:
             self.value = value
@@ -75,14 +70,13 @@ class ChangeTimer(Generic[T]):
         return changed
 
     def held_s(self, now_s: float) -> float:
-        """Return for how many seconds the value has been the same."""
         return now_s - self._since_s
 
 
 def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
     """Return whether nodes that want to join must wait for a member that is busy, for instance with an evaluation.
 
-    Nodes are not made to wait while a member is leaving: a host can be preempted within seconds.
+    They do not wait while a member is leaving: a host can be preempted within seconds.
     """
     members = [nodes[member.id] for member in world.nodes if member.id in nodes]
     return any(node.busy == world.generation for node in members) and not any(node.leaving for node in members)
@@ -165,18 +159,15 @@ def _changed(
 
 
 def _unpaused(world: World) -> World | None:
-    """Withdraw a pause when no node wants to join or leave any more.
-
-    Workers that already paused continue when they see it.
-    """
+    """Withdraw a pause when no node wants to join or leave any more; paused workers then continue."""
     return replace(world, pause_at=None) if world.pause_at is not None else None
 
 
 def _next_generation(world: World, nodes: Mapping[str, Node], settings: RendezvousSettings, why: str) -> World | None:
     """Return the next generation, made of the members that stay and of waiting nodes.
 
-    Return None while its first node still publishes the port of the current generation's store. That store holds the
-    addresses of workers that are gone, and a new worker that read them would wait for those.
+    Return None while its first node still publishes the port of the current generation's store, which holds the
+    addresses of workers that are gone.
     """
     stay = [member.id for member in world.nodes if member.id in nodes and not nodes[member.id].leaving]
     wait = sorted(name for name, node in nodes.items() if name not in stay and not node.leaving)
@@ -193,11 +184,7 @@ def _next_generation(world: World, nodes: Mapping[str, Node], settings: Rendezvo
 
 
 def assign_ranks(before: list[str], present: Iterable[str]) -> list[str]:
-    """Order nodes so that as many as possible keep their rank.
-
-    Nodes that cannot, because fewer are left, fill the gaps together with new nodes, in their order. Returns the nodes
-    of the next world by rank.
-    """
+    """Return the nodes of the next world by rank, so that as many as possible keep theirs; the others fill the gaps."""
     present = list(present)
     places: list[str | None] = [None] * len(present)
     rest = []

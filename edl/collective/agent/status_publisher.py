@@ -1,9 +1,8 @@
 """Counts how an agent spends its time, and publishes it in the Store for `edl status`, `edl report` and the dashboard.
 
-The counters are whole microseconds by category, fed from the workers' status pages. A status page counts the seconds of
-a phase exactly, so 20 ms are charged even though the agent looks once a second. If a node has several workers, the one
-that trained least counts, since the others wait for it. Time in TRAIN is charged to steps that finish; until a step is
-finished, its time is open:
+The counters are whole microseconds by category, fed from the workers' status pages, which count the seconds of a phase
+exactly. If a node has several workers, the one that trained least counts, since the others wait for it. Time in TRAIN
+is charged to steps that finish; until then, it is open:
 
 - A step that had been finished before its worker was replaced, and is now repeated, counts as ROLLBACK.
 - If the agent returns to the rendezvous in the middle of a step, that step is lost. As much time as a step usually
@@ -46,9 +45,9 @@ from edl.errors import ClosedError, DiscoveryError
 logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 1.0  # `edl status --watch` shows each second; more often would load a store of hundreds of nodes
-_QUERY_S = 3.0
-"""How long charging may wait for the store to say which steps were finished before. An election of its leader may delay
-the answer. After that the query is repeated with every write, and until it is answered such steps count as new."""
+_QUERY_S: Final = 3.0
+"""How long charging may wait for the store to say which steps were finished before; an election of its leader may delay
+it. After that the query is repeated with every write, and such steps count as new."""
 MAX_EVENTS: Final = 300  # per life of an agent: less than 120 KB of ASCII JSON, rewritten with every event
 _MAX_MARKS: Final = 300  # enough for a line in a picture; less than 15 KB as JSON
 _RATE_OVER_S: Final = 15.0  # several steps of most jobs; with more, a change shows late
@@ -90,9 +89,8 @@ class Ledger:
     def observe(self, now_s: float, doing: TimeCategory, statuses: Sequence[WorkerStatus], reached: int = -1) -> None:
         """Charge the time since the last observation, and record what the agent does from now on.
 
-        Call it about once a second and whenever `doing` changes; TRAIN means that there are workers, whose `statuses`
-        say more. A clock that stands still or moves back charges nothing. `reached` is the last step that any node of
-        the job finished before the workers' generation, if the agent knows it.
+        TRAIN means that there are workers, whose `statuses` say more. A clock that stands still or moves back charges
+        nothing. `reached` is the last step that any node finished before the workers' generation, if known.
         """
         length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
         self._at_us += length_us
@@ -118,7 +116,6 @@ class Ledger:
             self._spans = limit_spans(self._spans)
 
     def record(self, *, ended: bool = False, replicated_us: int = 0) -> NodeRecord:
-        """Return the record until the last observation; see `NodeRecord`."""
         open_step = span_of(TimeCategory.TRAIN, self._open_us, self._workers, running=True)
         steps_per_s, samples_per_s = self._rates()
         return NodeRecord(
@@ -189,7 +186,6 @@ class Ledger:
             self._mark_every_us = max(2 * self._mark_every_us, self._at_us // _MAX_MARKS)
 
     def _rates(self) -> tuple[float, float]:
-        """Return steps and samples per second over the last seconds."""
         first, last = (self._recent[0], self._recent[-1]) if self._recent else (ProgressMark(0, 0, 0),) * 2
         passed_s = (last.at_us - first.at_us) / _MICRO
         if passed_s <= 0:
@@ -209,10 +205,7 @@ def _amounts(length_us: int, before: WorkerStatus, after: WorkerStatus) -> tuple
 
 
 class StatusPublisher:
-    """Keeps an agent's ledger up to date. Its methods are for the agent's thread, and only `close` waits for the store.
-
-    A write that fails because the store does not answer is included in the next one.
-    """
+    """Keeps an agent's ledger up to date. For the agent's thread; only `close` waits for the store."""
 
     def __init__(self, store: Store, job: str, node: str, workers: int) -> None:
         self._store = store
@@ -258,7 +251,6 @@ class StatusPublisher:
             self._hand_over(self._ledger.record(replicated_us=replicated_us))
 
     def record_event(self, kind: str, text: str, generation: int = -1) -> None:
-        """Publish an event that happens now."""
         event = Event(time.time(), self._ledger.node, kind, text, generation)
         with self._lock:
             self._events.append(event)
@@ -277,10 +269,7 @@ class StatusPublisher:
         self._ledger.observe(now, self._doing, worker_group.read_statuses(), self._finished_before)
 
     def _query_new_generation(self, generation: int, now: float) -> None:
-        """When this node enters a generation but missed the one before, find out which steps were finished before it.
-
-        Workers that were in the previous generation know that themselves, since all ranks finish the same steps.
-        """
+        """When this node enters a generation but missed the one before, ask which steps were finished before it."""
         before = self._generation
         self._generation = generation
         if generation in (before, before + 1):

@@ -27,7 +27,7 @@ from edl.collective.agent.health.failures import HANGING, GenerationOutcome, Pro
 from edl.collective.agent.health.hangs import HangDetector
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import LaunchSpec, has_gpu_build
-from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
+from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost, read_stat
 from edl.collective.agent.processes.stack_dump import dump_stacks
 from edl.collective.agent.processes.zygote import ForkRequest
 from edl.collective.job_records import Member, World
@@ -38,15 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 _NOTICE_S: Final = 1.0
-"""How far ahead the step is after which workers pause, in seconds. Agents of other nodes learn of it by a watch, or by
-reading the records, which they do every second anyway. With less, a worker may have passed the step. Training
-continues."""
-_MIN_STEPS: Final = 2
-"""Least number of steps ahead: a worker may already be in the step after the last one it reported."""
+"""How far ahead the step is after which workers pause. Agents of other nodes learn of it within a second; with less, a
+worker may have passed the step."""
+_MIN_STEPS: Final = 2  # a worker may already be in the step after the last one it reported
 _PATIENCE_STEPS: Final = 6
-"""How many usual steps may pass until all workers have paused; two of these normally come before the pause. With fewer,
-a step that takes longer than most would be cut off; with more, nodes that join would wait longer for a rank that
-hangs."""
+"""How many usual steps may pass until all workers have paused; two normally come before the pause. With fewer, a step
+that takes longer would be cut off; with more, nodes that join would wait longer for a rank that hangs."""
 
 
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
@@ -75,16 +72,15 @@ def _usual_step_s(statuses: Collection[WorkerStatus]) -> float | None:
 # --- The agent's heartbeat ---
 
 
-_INTERVAL_S: Final = 0.2
-"""Seconds between two beats. Several fit into a lease (1.5 s by default), so a late beat stops no worker."""
+_INTERVAL_S: Final = 0.2  # between two beats: several fit into a lease, so a late beat stops no worker
 
 
 class Heartbeat:
     """Beats until `close`, while it is allowed to, even while the agent waits for the store.
 
-    `beat` gets the moment that it is to be dated with, so a process that is stopped in the middle of a turn sends an
-    old one when it continues. `touch` is called equally often, even if beats are not allowed. After its thread had no
-    turn for `stopped_s` seconds, this process counts as having been stopped, and `wake` has the records read.
+    `beat` gets the moment that it is dated with, so a process that was stopped in a turn sends an old one. `touch` is
+    called equally often. After its thread had no turn for `stopped_s` seconds, this process counts as having been
+    stopped, and `wake` has the records read.
     """
 
     def __init__(
@@ -107,14 +103,10 @@ class Heartbeat:
         self._loop = BackgroundLoop("edl-heartbeat", self._turn)
 
     def allow_beats(self, asked_at: float, until: float) -> None:
-        """Allow beats until a moment, because the records requested at `asked_at` let the workers continue.
-
-        Both are times of `time.monotonic()`.
-        """
+        """Allow beats until a moment, because the records requested at `asked_at` let the workers continue."""
         self._allowed = asked_at, until
 
     def close(self) -> None:
-        """Stop beating."""
         self._loop.close()
 
     def _turn(self) -> float:
@@ -193,8 +185,8 @@ def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bo
 def _threads(world: World, member: Member) -> dict[str, str]:
     """Divide a host's cores among the workers of several nodes on it, unless the user set OMP_NUM_THREADS.
 
-    Otherwise each worker would start as many threads as there are cores, and OpenMP's threads wait by spinning: on two
-    cores, two workers with two threads each take ten times as long as with a single thread each.
+    OpenMP's threads wait by spinning: on two cores, two workers with two threads each take ten times as long as with
+    one.
     """
     here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
     if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
@@ -205,7 +197,6 @@ def _threads(world: World, member: Member) -> dict[str, str]:
 def worker_forks(
     spec: LaunchSpec, world: World, member: Member, host: HostFolder, logs: LogsSpecs, since: int = 0
 ) -> tuple[dict[int, ForkRequest], LogsDest]:
-    """Return the workers of a generation on this node, and where their output goes."""
     environs = {rank: worker_environment(spec, world, member, rank) for rank in range(spec.workers)}
     files = logs.reify(environs)
     result = {}
@@ -233,21 +224,21 @@ def worker_forks(
 # --- This node's workers through the generations ---
 
 
-_STOPPED_S = 1.0
-"""How long a worker may be stopped. A debugger stops and continues a process within it, while all ranks wait."""
+_STOPPED_S: Final = 1.0  # how long a worker may be stopped: a debugger stops a process within it, while all ranks wait
 
 
 class WorkerGroup:
     """The workers of a node. Used from the agent's thread only.
 
     Another thread calls `report` with every `WorkerExit` and `ZygoteLost`, for `handle_event`; with None if the job's
-    records must be read before `allow_heartbeat` may be called again.
+    records must be read before `heartbeat` may be allowed again.
 
     Attributes:
         generation: Generation of the workers that run here or ran last; -1 before the first.
         first_rank: Rank of the first of them.
         running: Whether workers were started and not stopped since.
         hangs: Finds workers that hang.
+        heartbeat: Shows the workers that their agent is alive.
     """
 
     def __init__(
@@ -276,7 +267,7 @@ class WorkerGroup:
         self.running = False
         self._pages = [WorkerStatusPage.create(host.status_page(rank)) for rank in range(spec.workers)]
         self.hangs = HangDetector(spec.hang)
-        self._heartbeat = Heartbeat(spec.ttl_s / 2, self._record_heartbeat, host.touch, lambda: report(None))
+        self.heartbeat = Heartbeat(spec.ttl_s / 2, self._record_heartbeat, host.touch, lambda: report(None))
 
     # --- Starting and stopping ---
 
@@ -286,7 +277,6 @@ class WorkerGroup:
         return self._pool.import_failures
 
     def start_generation(self, world: World, position: int) -> None:
-        """Replace the workers that ran here by those of a new generation."""
         member = world.nodes[position]
         if not self._prewarm_usable and self._pool.prewarmed:
             self._renew_pool()
@@ -321,10 +311,7 @@ class WorkerGroup:
         self._clear_generation()
 
     def terminate_workers(self, number: int) -> bool:
-        """Pass a signal on to the workers on the first call; later calls only check whether they have ended.
-
-        Returns whether they have ended, or `LaunchSpec.grace_s` has passed; then call `stop_workers`.
-        """
+        """Pass a signal on to the workers on the first call. Returns whether they have ended, or their time is over."""
         now = time.monotonic()
         if self._terminated_at is None:
             self._terminated_at = now
@@ -336,20 +323,14 @@ class WorkerGroup:
         """Whether the workers were asked to end, so that their exits have no consequences."""
         return self._terminated_at is not None
 
-    def allow_heartbeat(self, asked_at: float, until: float) -> None:
-        """Let the workers see that their agent is alive; see `Heartbeat.allow_beats`."""
-        self._heartbeat.allow_beats(asked_at, until)
-
     def close(self) -> None:
-        """Stop everything."""
         self._pool.close()
         self._stop_log_tails()
-        self._heartbeat.close()
+        self.heartbeat.close()
 
     # --- What is known about them ---
 
     def handle_event(self, event: WorkerExit | ZygoteLost) -> None:
-        """Record that one worker ended, or all of them."""
         if isinstance(event, ZygoteLost):
             self._outcome.record_lost_zygote(self.first_rank)
         elif event.generation == self.generation and self.running:
@@ -357,7 +338,6 @@ class WorkerGroup:
             self._outcome.record_exit(rank, event.status, f"{event} (rank {rank})", self._error_files[event.local_rank])
 
     def read_statuses(self) -> list[WorkerStatus]:
-        """Return the workers' statuses by local rank."""
         return [page.read_status() for page in self._pages]
 
     @property
@@ -366,7 +346,6 @@ class WorkerGroup:
         return max(status.step for status in self.read_statuses())
 
     def dump_stacks(self) -> str:
-        """Return what the workers are executing now, as text for a person."""
         ordered = sorted(self._pool.running.items())
         texts = dump_stacks([(pid, self._host.stacks(rank)) for rank, pid in ordered])
         return "\n".join(
@@ -376,38 +355,26 @@ class WorkerGroup:
 
     @property
     def failing(self) -> bool:
-        """Whether a worker failed in this generation."""
         return self._outcome.failed and not self.terminating
 
     @property
     def finished(self) -> bool:
-        """Whether all workers of this generation ended with exit code 0."""
         return self.running and not self.terminating and self._outcome.ended_well == self._spec.workers
 
     @property
     def paused(self) -> bool:
-        """Whether all workers have paused."""
         return self.running and all(
             status.paused >= 0 and status.generation == self.generation for status in self.read_statuses()
         )
 
     @property
     def reports_steps(self) -> bool:
-        """Whether any worker has reported a finished step in this generation."""
         return any(status.step >= 0 and status.generation == self.generation for status in self.read_statuses())
 
     def request_pause(self, step: int | None) -> None:
         """Ask all workers to pause after `step`; None withdraws the request."""
         for page in self._pages:
             page.request_pause(step)
-
-    def choose_pause_step(self) -> int | None:
-        """Return a step far enough ahead that all workers see the request before they finish it, if there is one."""
-        return pause_step(self.read_statuses(), self.generation) if self.running else None
-
-    def pause_needs_s(self) -> float:
-        """Return how many seconds the steps until a pause may take if steps are long."""
-        return pause_needs_s(self.read_statuses())
 
     def judge_failures(
         self,
@@ -427,7 +394,6 @@ class WorkerGroup:
         )
 
     def count_restart(self) -> None:
-        """Count a restart that was carried out."""
         self._outcome.count_restart(self._progress())
 
     def _progress(self) -> Progress:
@@ -436,7 +402,6 @@ class WorkerGroup:
     # --- Workers that neither work nor end ---
 
     def check_workers(self) -> None:
-        """Find workers that neither work nor end, and record them as failed."""
         if not self.running or self.terminating:
             return
         running = self._pool.running
@@ -464,8 +429,7 @@ class WorkerGroup:
     def _find_unbegun(self, running: dict[int, int], statuses: list[WorkerStatus]) -> None:
         """Find forks that never reach the script's first line, to replace them by workers that import everything.
 
-        A fork has only one of its parent's threads. If another thread held a lock at that moment, the fork waits for it
-        forever.
+        If another thread of the parent held a lock at the fork, the fork waits for it forever.
         """
         limit_s = self._spec.hang.begin_s
         if self._spec.program.kind == "program" or time.monotonic() - self._began_at < limit_s:
@@ -479,7 +443,6 @@ class WorkerGroup:
             self._outcome.record_stuck_worker(rank, what)
 
     def _find_hung(self, running: dict[int, int], statuses: list[WorkerStatus]) -> None:
-        """Record a worker as stuck if it is alive and makes no steps."""
         watched = {
             rank: (pid, statuses[rank]) for rank, pid in running.items() if statuses[rank].generation == self.generation
         }
@@ -513,14 +476,10 @@ class WorkerGroup:
                 self._log_tails.append(TailLog(name, files, stream, log_line_prefixes=prefixes).start())
 
     def _stop_log_tails(self) -> None:
-        """Copy what is left in the files, then stop."""
         for tail in self._log_tails:
             tail.stop()
         self._log_tails.clear()
 
 
 def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
+    return read_stat(pid)[:1] == ["T"]

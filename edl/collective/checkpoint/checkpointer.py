@@ -55,7 +55,6 @@ class SaveSchedule:
             )
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after `step`."""
         return self.next_step is None or step >= self.next_step
 
     def propose_steps(self, step_s: float, save_s: float) -> int:
@@ -344,10 +343,6 @@ class Checkpointer:
                 logger.info("%s after step %d was interrupted: repeating it", evaluator.name, evaluator.pending)
                 self._evaluate(evaluator, evaluator.pending)
 
-    def wait_until_finished(self) -> bool:
-        """Return whether there was a save. It is complete, because `save` returns after the copy is done."""
-        return self._saved != NO_STEP
-
     def close(self) -> None:
         """Release everything without another save. An agent's slots stay; private slots are removed.
 
@@ -359,7 +354,6 @@ class Checkpointer:
             logger.warning("%s", exc)
 
     def _close_or_raise(self) -> None:
-        """Release everything."""
         if self._closed:
             return
         self._closed = True

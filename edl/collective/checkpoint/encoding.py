@@ -63,12 +63,10 @@ def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    """Return compact JSON of values that JSON can express."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def from_json(data: bytes) -> Any:
-    """Parse JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as exc:
@@ -307,7 +305,6 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """The number of elements of this part."""
         return math.prod(self.shape)
 
 
@@ -326,22 +323,11 @@ class StateMetadata:
 
     @property
     def data_nbytes(self) -> int:
-        """Length in bytes of the data that contains the tensors."""
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     @property
     def sharded(self) -> bool:
-        """Whether other ranks hold parts that are missing here."""
         return bool(self.per_rank) or any(entry.scope == "shard" for entry in self.entries)
-
-
-def tensor_offsets(sizes: Sequence[int]) -> list[int]:
-    """Return the offsets of tensors of `sizes` bytes that follow one another, aligned to `ALIGN`."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // ALIGN) * ALIGN
-    return offsets
 
 
 def pack_table(
@@ -368,19 +354,17 @@ def _join(fields: dict[str, bytes]) -> bytes:
 
 
 def parse_meta(data: bytes) -> StateMetadata:
-    """Parse metadata."""
     return read_meta(from_json(data))
 
 
 def read_meta(form: Any) -> StateMetadata:
-    """Parse metadata whose JSON is already parsed."""
     if not isinstance(form, dict) or form.get("format") != _FORMAT:
         raise ProtocolError(f"a state's metadata is not in format {_FORMAT}: another version of EDL saved it")
     try:
         entries = tuple(map(_entry, form["tensors"]))
-        layouts = tuple(map(_layout, form.get("layouts", [])))
-        holders = tuple(map(int, form.get("holders", [])))
-        per_rank = frozenset(map(str, form.get("per_rank", [])))
+        layouts = tuple(map(_layout, form["layouts"]))
+        holders = tuple(map(int, form["holders"]))
+        per_rank = frozenset(map(str, form["per_rank"]))
         meta = StateMetadata(
             dict(form["kinds"]), dict(form["tree"]), dict(form["local"]), entries, layouts, holders, per_rank
         )
@@ -393,9 +377,7 @@ def read_meta(form: Any) -> StateMetadata:
 
 
 def _entry(row: Sequence[Any]) -> TensorEntry:
-    """Parse a row of the table; earlier versions of EDL wrote rows without the last two columns."""
-    key, dtype, shape, whole, starts, scope, offset, nbytes, *more = row
-    device, layout = more or ("cpu", -1)
+    key, dtype, shape, whole, starts, scope, offset, nbytes, device, layout = row
     place = (tuple(shape), tuple(whole), tuple(starts))
     return TensorEntry(str(key), str(dtype), *place, scope, int(offset), int(nbytes), str(device), int(layout))
 

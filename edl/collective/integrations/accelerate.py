@@ -180,7 +180,6 @@ class ElasticLoop:
 
 
 def _check_models(fields: dict[str, Any]) -> None:
-    """Check that the parameters that optimizers change are in a field as well."""
     known = parameter_names(fields.items())
     for value in fields.values():
         if not isinstance(value, torch.optim.Optimizer):
@@ -279,7 +278,6 @@ class _Place:
 
 
 def _generator_of(loader: Any) -> Any:
-    """Return the generator of a loader or of its sampler, which the ranks share."""
     sampler = getattr(loader, "sampler", None)
     found = [getattr(loader, "synchronized_generator", None), getattr(loader, "generator", None)]
     return next((value for value in [*found, getattr(sampler, "generator", None)] if value is not None), None)

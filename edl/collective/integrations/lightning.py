@@ -55,7 +55,6 @@ class CheckpointHooks:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Give each object its state back, in the same order as Lightning."""
         trainer = self._trainer
         checkpoint = {**self._checkpoint(), **saved["added"]}
         trainer.lightning_module.on_load_checkpoint(checkpoint)
@@ -107,7 +106,6 @@ class LoggedValues:
         self._saved = saved
 
     def apply(self) -> None:
-        """Restore the values that `load_state_dict` holds, once."""
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
@@ -234,7 +232,6 @@ class LoopProgress:
 
     @property
     def loaders(self) -> list[Any]:
-        """The loaders that are read, in order."""
         return list(self.trainer.fit_loop._combined_loader.flattened)
 
     def count_step(self) -> bool:
@@ -287,7 +284,6 @@ class LoopProgress:
         self._saved = saved
 
     def apply(self) -> None:
-        """Set the loops to the saved position."""
         trainer, saved = self.trainer, self._saved
         fit_loop = trainer.fit_loop
         fit_loop.load_state_dict(saved["loops"])
@@ -535,7 +531,6 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         return fields
 
     def _reset_epoch(self) -> None:
-        """Keep the restored counters of an epoch that resumes."""
         if not self._resuming:
             self._inner["epoch_loop", "reset"]()
 

@@ -47,11 +47,9 @@ class BoundaryCheckpointer:
 
     @property
     def is_open(self) -> bool:
-        """Whether `open` was called and `close` was not."""
         return self._checkpointer is not None
 
     def open(self, state: State) -> bool:
-        """Restore the newest state, if there is one. Returns whether there was."""
         kept = [self._options.get("storage"), read("EDL_CHECKPOINT", str), read("EDL_SLOTS", str)]
         shared = "slots" not in self._options and any(kept)
         if shared and BoundaryCheckpointer._opened:
@@ -75,11 +73,9 @@ class BoundaryCheckpointer:
             self._checkpointer.save(last)
 
     def count_step(self) -> None:
-        """Make the next `begin_step` save."""
         self._stepped = True
 
     def save_end(self, last: int) -> None:
-        """Save the state at the end of training, and have it stored."""
         if self._checkpointer is not None:
             self._stepped = False
             self._checkpointer.save(last, force=True)
@@ -94,7 +90,6 @@ class BoundaryCheckpointer:
 
 
 def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
-    """Check that a step trains as many samples as before."""
     if saved != here:
         raise SettingsError(
             f"a step trained {saved} samples, but trains {here} with {workers} workers: samples would be repeated or "
@@ -103,7 +98,6 @@ def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
 
 
 def check_order(saved: Any, here: Any) -> None:
-    """Check that the data is read in the same order as before."""
     if saved != here:
         raise SettingsError(
             f"the data was read in the order of {saved}, but would continue in that of {here}: use the same "

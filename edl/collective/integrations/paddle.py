@@ -129,11 +129,9 @@ class PaddleRng:
     """State of Paddle's random number generators on the host and on the current device."""
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """Return the states of all generators, by device."""
         return {device: [_taken(state) for state in paddle.get_rng_state(device)] for device in self._devices()}
 
     def load_state_dict(self, form: Mapping[str, list[Any]]) -> None:
-        """Restore the states of the generators from what `state_dict` returned."""
         for device in self._devices():
             saved = form.get(device, [])
             made = [_made(now, state) for now, state in zip(paddle.get_rng_state(device), saved, strict=False)]
@@ -173,7 +171,6 @@ def _as_paddle(tensor: Any, name: str) -> Any:
 
 
 def _put(live: Any, saved: torch.Tensor, name: str) -> None:
-    """Copy saved values into one of Paddle's tensors, bit for bit."""
     kinds = [str(tensor.dtype).rpartition(".")[2] for tensor in (saved, live)]
     shapes = [tuple(saved.shape), tuple(live.shape)]
     if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
@@ -280,7 +277,6 @@ def _endpoints() -> list[str]:
 
 
 def _wait_for(endpoint: str, timeout_s: float) -> None:
-    """Wait until a process listens at an endpoint."""
     host, _, port = endpoint.rpartition(":")
     deadline = time.monotonic() + timeout_s
     while True:

@@ -90,7 +90,6 @@ class ElasticCallback(transformers.TrainerCallback):
         trainer.get_eval_dataloader = self._find_eval_dataloader
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the newest state, if there is one."""
         if self._used:
             raise SettingsError(
                 "an ElasticCallback serves one call of train(): create another Trainer and another script"
@@ -124,7 +123,6 @@ class ElasticCallback(transformers.TrainerCallback):
         self._boundary.begin_step(state.global_step - 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step."""
         self._boundary.count_step()
         self._progress.updates += 1
 

@@ -11,17 +11,13 @@
     sender -> receiver   the raw data and metadata, and their HMAC; not if the part is present
     receiver -> sender   frame: `GO_ON`, once it has everything
 
-A frame is its length (4 bytes, little-endian), that number of bytes, and their HMAC. All HMACs are HMAC-SHA256. Their
-key is derived from the secret and both sides' random bytes, and every HMAC includes how many were sent before it, so
-nothing can be changed, repeated or left out. A side trusts nothing and allocates no memory before the other has proved
-that it knows the secret. The content is readable on the network unless the connection is TLS
-(`edl.protocol.tls`), which then carries the same conversation.
+A frame is its length (4 bytes, little-endian), that number of bytes, and their HMAC-SHA256. The key is derived from the
+secret and both sides' random bytes, and every HMAC includes how many were sent before it, so nothing can be changed,
+repeated or left out. A side trusts nothing and allocates no memory before the other has proved that it knows the
+secret. The content is readable on the network unless the connection is TLS, where the tag of data covers none of it.
 
 A core computes about 1.8 GB/s of HMACs with SHA-256 instructions, and a third of that without, so a thread computes
-them while the next pieces are on their way. TLS already authenticates every byte and its sender, so there the tag of
-data covers none of it.
-
-Every operation on the socket has a deadline.
+them while the next pieces are on their way. Every operation on the socket has a deadline.
 """
 
 from __future__ import annotations
@@ -58,18 +54,16 @@ from edl.errors import EDLError, PermanentError, ProtocolError, TemporaryError
 if TYPE_CHECKING:
     from edl.protocol.tls import PeerTLS  # imported only if TLS is used
 
-CHUNK_NBYTES: Final = 1 << 20
-"""Bytes of a piece that is sent at once. A tenth of this would cost more of Python's time; ten times as much would not
-fit the cores' caches."""
+CHUNK_NBYTES: Final = 1 << 20  # sent at once; a tenth would cost Python's time, ten times as much fit no core's cache
 GO_ON: Final = b""
 PRESENT: Final = b"present"
 _NONCE_NBYTES: Final = 32  # 256 random bits: no nonce occurs twice
 _MAC_NBYTES: Final = 32  # of SHA-256
 _FRAME_MOST_NBYTES: Final = 1 << 16  # an announcement has about 300 bytes; a peer cannot make us allocate more
 _META_MOST_NBYTES: Final = 1 << 30  # about 150 bytes per tensor; a peer cannot make us allocate more
-HANDSHAKE_S: Final = 5.0
-"""How long the other side may take to prove that it knows the secret. A stranger, such as a port scan, holds a
-connection for that long."""
+HANDSHAKE_S: Final = (
+    5.0  # for the other side to prove that it knows the secret; a stranger holds a connection that long
+)
 _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 
@@ -91,7 +85,6 @@ class ReplicaAnnouncement(Record):
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> ReplicaAnnouncement:
-        """Make an announcement from JSON values."""
         generation, step, world = map(int, values["before"])
         made = super().from_values({**values, "before": (generation, step, world)})
         numbers = (made.local_rank, made.generation, made.step, made.world, made.rank, made.data_nbytes)
@@ -107,10 +100,7 @@ class ReplicaAnnouncement(Record):
 
 
 class AuthenticatedConnection:
-    """A connection between two agents that know the job's secret. It is unusable after an error.
-
-    The constructor performs the handshake.
-    """
+    """A connection between two agents that know the job's secret. It is unusable after an error."""
 
     def __init__(self, connection: socket.socket, secret: bytes, *, sending: bool, timeout_s: float) -> None:
         self._connection = connection
@@ -144,7 +134,6 @@ class AuthenticatedConnection:
         self._connection.sendall(len(data).to_bytes(4, "little") + data + mac.digest())
 
     def receive_frame(self) -> bytes:
-        """Receive the next message."""
         length = int.from_bytes(self._receive_exactly(4), "little")
         if length > _FRAME_MOST_NBYTES:
             raise ProtocolError(f"a message of {length} bytes, but at most {_FRAME_MOST_NBYTES} are expected")
@@ -212,7 +201,6 @@ class AuthenticatedConnection:
 
 @contextlib.contextmanager
 def translate_errors(what: str) -> Iterator[None]:
-    """Turn an OSError of a connection into a TemporaryError that begins with `what`."""
     try:
         yield
     except OSError as exc:
@@ -226,8 +214,7 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 # --- Sending a node's states to another agent ---
 
 
-_OPERATION_S: Final = 10.0
-"""How long a read or write may take. A receiver that clears memory for gigabytes takes some seconds."""
+_OPERATION_S: Final = 10.0  # for a read or write: a receiver that clears memory for gigabytes takes some seconds
 
 
 class ReplicaRefusedError(PermanentError):
@@ -246,8 +233,7 @@ def send_states(
 ) -> None:
     """Send the states of a node's workers, by local rank. When this returns, the receiver has all of them.
 
-    `stopping` is called between any two pieces of a megabyte, and returns True to give up. Without `tls` the states are
-    readable on the network.
+    `stopping` is called between any two pieces of a megabyte, and returns True to give up.
 
     Raises:
         TemporaryError: The receiver does not answer or disconnected, `stopping` returned True, or a state was
@@ -292,10 +278,7 @@ def _send_state(
 
 
 def _state_contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
-    """Yield the data, then the metadata.
-
-    Raises before the end if they were overwritten, so the receiver discards them.
-    """
+    """Yield the data, then the metadata. Raises before the end if they were overwritten."""
     data = memoryview(state.map_file())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
     for whole in (data, memoryview(meta)):
         for begin in range(0, len(whole), CHUNK_NBYTES):
@@ -316,20 +299,15 @@ def _receive_answer(link: AuthenticatedConnection) -> bytes:
 # --- The receiving side of replicas ---
 
 
-_SENDER_S: Final = 10.0
-"""How long the sender may keep this side waiting. It reads from memory, and another sender waits for its turn."""
-_SHARE_OF_FREE: Final = 0.5
-"""Share of the free memory that a worker's replica may take. The other half is for this node's workers, which may be
-about to save."""
-_ACCEPT_RETRY_S: Final = 0.1
-"""Pause after a connection could not be accepted, for instance because no file descriptor is left."""
+_SENDER_S: Final = 10.0  # how long the sender may keep this side waiting, while another waits for its turn
+_SHARE_OF_FREE: Final = 0.5  # of the free memory that a replica may take; the rest is for this node's workers
+_ACCEPT_RETRY_S: Final = 0.1  # after a connection could not be accepted: no file descriptor is left
 
 
 class ReplicaServer:
-    """Receives states until `close`, from one agent at a time; another agent waits for its turn.
+    """Receives states until `close`, from one agent at a time, at `port` of all addresses of this host.
 
-    `secret` may raise DiscoveryError. `say` is called with every line that a person should see. It listens on `port` of
-    all addresses of this host.
+    `secret` may raise DiscoveryError. `say` is called with every line that a person should see.
     """
 
     def __init__(
@@ -356,7 +334,6 @@ class ReplicaServer:
         self._loop = BackgroundLoop("edl-replica-server", self._serve_next, self._interrupt)
 
     def close(self) -> None:
-        """Stop, even in the middle of a state."""
         self._loop.close()
         self._listening.close()
 

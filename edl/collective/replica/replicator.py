@@ -1,8 +1,7 @@
 """The agent's part in replicas: sending its workers' states to a peer, and receiving those of another agent.
 
-The peer is the next member in the world's order that takes replicas. An agent that does not answer costs one line of
-the log: earlier replicas stay as they are, and the workers keep nothing newer until it answers. Only sharded states are
-kept, so none of this happens in a job without any.
+The peer is the next member in the world's order that takes replicas. If it does not answer, earlier replicas stay as
+they are, and the workers keep nothing newer until it does. Only sharded states are kept.
 """
 
 from __future__ import annotations
@@ -39,18 +38,13 @@ class ReplicaAction(Enum):
     """What to do now."""
 
     WAIT = "wait"
-    SEND = "send"
-    """Send the newest state that all workers have kept."""
-    WANT = "want"
-    """Have the workers keep a newer state than any of them has."""
+    SEND = "send"  # the newest state that all workers have kept
+    WANT = "want"  # have the workers keep a newer state than any of them has
 
 
 @dataclass
 class ReplicationSchedule:
-    """Tracks what a node has sent to its current peer, and decides what to do next.
-
-    All times are seconds of one clock.
-    """
+    """Tracks what a node has sent to its current peer, and decides what to do next, at seconds of one clock."""
 
     interval_s: float = 10.0  # least seconds from the start of one transfer to the start of the next
     # Largest share of the time that transfers may take. Transfers of T seconds begin T / share apart, so a replica is
@@ -67,17 +61,13 @@ class ReplicationSchedule:
 
     @classmethod
     def from_env(cls) -> ReplicationSchedule:
-        """Read `EDL_REPLICA_SHARE`; the other values are the defaults."""
         share = read("EDL_REPLICA_SHARE", positive_float) or cls.share
         if share > 1:
             raise SettingsError(f"EDL_REPLICA_SHARE={share:g}: expected a share of the time, above 0 and up to 1")
         return cls(share=share)
 
     def start_world(self, *, same_peer: bool) -> None:
-        """Start another world: its first state is kept at once.
-
-        A new peer first gets the newest state of all workers.
-        """
+        """Start another world: its first state is kept at once, and a new peer first gets the newest of all workers."""
         if not same_peer:
             self._sent = NO_VERSION
         self._due = -math.inf
@@ -97,23 +87,18 @@ class ReplicationSchedule:
         return ReplicaAction.WANT if now >= self._due else ReplicaAction.WAIT
 
     def record_sent(self, version: StateVersion, began: float, ended: float) -> None:
-        """Record that the peer has this state of all workers."""
         self._sent = version
         self._due = max(began + self.interval_s, began + (ended - began) / self.share)
 
     def record_failure(self, now: float) -> None:
-        """Record that the peer did not take a state."""
         self._retry = now + self.retry_s
 
 
 # --- The agent's part in replicas ---
 
 
-_POLL_S: Final = 0.2
-"""How often to look for kept states. They are kept about every ten seconds, and a check reads some pages of memory."""
-_CLOSE_S: Final = 1.0
-"""How long to wait for a transfer in progress when the node leaves. It may itself wait for a peer that does not
-answer."""
+_POLL_S: Final = 0.2  # between looks for kept states, which come about every ten seconds
+_CLOSE_S: Final = 1.0  # for a transfer in progress when the node leaves; it may wait for a silent peer
 _SECRET_NBYTES: Final = 32  # 256 bits, as many as the HMACs made with it
 
 
@@ -127,18 +112,15 @@ def replica_peer(world: World, node: str) -> Member | None:
 
 
 def job_secret(store: Store, job: str) -> Callable[[], bytes]:
-    """Return a function that returns the secret that the agents of a job share; the first agent that asks makes it.
-
-    Anyone who can read the job's Store knows it.
-    """
+    """Return a function that returns the secret of a job's agents. Anyone who can read the Store knows it."""
     return cache(partial(create_once, store, prefix(job) + "secret", secrets.token_bytes(_SECRET_NBYTES)))
 
 
 class Replicator:
     """Sends states to the peer and receives those of another node, in threads, until `close`.
 
-    Replicas that a dead agent left in `folder` are used. `slots` are the `EDL_SLOTS` of this node's workers, by local
-    rank. `say` is called with every line that a person should see.
+    `slots` are the `EDL_SLOTS` of this node's workers, by local rank. `say` is called with every line that a person
+    should see.
     """
 
     def __init__(
@@ -174,7 +156,6 @@ class Replicator:
 
     @property
     def port(self) -> int:
-        """The port to which other agents send their states."""
         return self._server.port
 
     @property
@@ -200,7 +181,7 @@ class Replicator:
     def hand_over_state(self) -> bool:
         """Send the newest state of all workers to the peer, when they have paused and this node is about to leave.
 
-        Returns at once. Call it until it returns True: the peer has the state, refuses it, or does not need it.
+        Call it until it returns True: the peer has the state, refuses it, or does not need it.
         """
         if not self._handing_over:
             self._handing_over = True

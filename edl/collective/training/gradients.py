@@ -81,7 +81,6 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
 
 
 def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that updates tensors other than the module's parameters."""
     strangers = set(map(id, updated)) - set(map(id, parameters))
     if strangers:
         raise SettingsError(
@@ -96,7 +95,6 @@ def averages_itself(module: nn.Module) -> bool:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether any part of a module is sharded over the ranks by `fully_shard`."""
     return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
@@ -264,7 +262,6 @@ class NoiseMeter:
         return GradientGroups(int(count), samples, weighted, square)
 
     def discard_step(self) -> None:
-        """Drop the measurements of the current step."""
         self._weighted.clear()
         self._chosen = None
 
@@ -399,7 +396,6 @@ class GradientNoise:
 
     @property
     def known(self) -> bool:
-        """Whether there is any estimate."""
         return self.steps > 0
 
     @property
@@ -424,7 +420,6 @@ class GradientNoise:
         return top / bottom if bottom > 0 else 1.0
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state as plain numbers."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -58,7 +58,7 @@ class SquareRoot:
 
     For RMSprop and Adam these are the square root scaling rules of Malladi et al., "On the SDEs and Scaling Rules for
     Adaptive Gradient Algorithms", NeurIPS 2022. With the scale S, the rate is multiplied by √S, every decay β becomes
-    1 - S(1 - β), and epsilon is divided by √S (`decay_for`, `epsilon_for`). For other optimizers, such as LAMB, only
+    1 - S(1 - β), and epsilon is divided by √S. For other optimizers, such as LAMB, only
     the rate changes.
 
     Attributes:
@@ -83,30 +83,9 @@ class AdaScale:
 Policy: TypeAlias = Linear | SquareRoot | AdaScale | Callable[[float], float] | None
 
 
-def decay_for(decay: float, scale: float) -> float:
-    """Return the decay β of a moving average at `scale` times the base batch; below 0 if the rule no longer applies.
-
-    Malladi et al. 2022: 1 - S(1 - β), so that the average reaches back over as many samples as before.
-    """
-    return 1 - scale * (1 - decay)
-
-
-def epsilon_for(epsilon: float, scale: float) -> float:
-    """Return the epsilon of an adaptive optimizer at `scale` times the base batch.
-
-    Malladi et al. 2022: ε/√S, because the root of the second moment shrinks by as much if it is mostly noise.
-    """
-    return epsilon / math.sqrt(scale)
-
-
 def _check_warmup(samples: int) -> None:
     if samples < 0:
         raise SettingsError(f"warmup_samples={samples}: must not be negative")
-
-
-def needs_noise(policy: Policy) -> bool:
-    """Return whether a policy depends on the gradient noise."""
-    return isinstance(policy, AdaScale)
 
 
 class RateScaling:
@@ -140,11 +119,9 @@ class RateScaling:
 
     @property
     def scale(self) -> float:
-        """S: the batch divided by the base batch."""
         return self.batch / self.base_batch
 
     def factor(self, noise: GradientNoise) -> float:
-        """Return the factor of the next step's learning rate."""
         scale = self.scale
         if self.policy is None:
             return 1.0
@@ -177,7 +154,6 @@ class RateScaling:
         return noise.gain(self.batch, self.base_batch)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state as plain numbers."""
         return {
             "batch": self.batch,
             "samples": self.samples,

@@ -93,7 +93,6 @@ def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, lea
 
 
 def count_rows(batch: object) -> int:
-    """Return the number of rows that every part of a batch has."""
     counts: list[int] = []
     _map(batch, lambda part: counts.append(len(part)))
     if not counts:

@@ -64,7 +64,6 @@ class TrainingStep:
 
     @property
     def due_weight(self) -> float:
-        """The weight of the micro-batch whose backward pass is next."""
         return self.weights[len(self.sizes) - self.left]
 
 
@@ -130,7 +129,6 @@ def begin_step(
 
 
 def _own_rows(given: int, rows: int | None, sampler: ElasticSampler | None, group: dist.ProcessGroup | None) -> int:
-    """Return how many of this rank's rows count."""
     rank, world = rank_of(group), world_of(group)
     if sampler is None:
         if rows is not None and not 0 <= rows <= given:

@@ -15,6 +15,7 @@ their forward pass (SyncBatchNorm, FSDP) need the same number of micro-batches o
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,9 +45,6 @@ from edl.collective.training.learning_rate import (
     RateScaling,
     SampleSchedule,
     SquareRoot,
-    decay_for,
-    epsilon_for,
-    needs_noise,
 )
 from edl.collective.training.sampler import ElasticSampler, cut_rows, micro_batch_sizes
 from edl.collective.training.step import (
@@ -102,11 +100,11 @@ class OptionScaling:
         if "alpha" in group:
             new["alpha"] = self._decay(group["alpha"], scale)
         if "eps" in group:
-            new["eps"] = epsilon_for(group["eps"], scale)
+            new["eps"] = group["eps"] / math.sqrt(scale)  # as the root of the second moment shrinks, if mostly noise
         return new
 
     def _decay(self, decay: float, scale: float) -> float:
-        new = decay_for(float(decay), scale)
+        new = 1 - scale * (1 - float(decay))  # the average reaches back over as many samples as before
         if new < 0 and not self._warned:
             self._warned = True
             logger.warning(
@@ -214,7 +212,7 @@ class ElasticTrainer:
         self._scaler = scaler or torch.amp.GradScaler(enabled=False)  # does nothing
         self._group = group
         self._asked = asked
-        measures = needs_noise(policy) or auto is not None
+        measures = isinstance(policy, AdaScale) or auto is not None
         check_wrapping(model, group, accumulates=measures or max_micro_batch is not None)
         self._parameters = list(model.parameters())
         check_averaged(self._updated(), self._parameters)

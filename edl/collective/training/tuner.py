@@ -57,7 +57,6 @@ def fit_step_time(measured: Mapping[StepShape, float]) -> npt.NDArray[np.float64
 
 
 def _terms(world: int, rows: int, parts: int) -> npt.NDArray[np.float64]:
-    """Return what a, b, c and d are multiplied by."""
     return np.array([parts, parts * rows, world > 1, max(world - 2, 0)], dtype=np.float64)
 
 
@@ -249,15 +248,9 @@ class BatchSizeTuner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers and lists."""
         return {"steps": self._steps, "measured": [[*shape, seconds] for shape, seconds in self._measured.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from saved measurements, including those of other world sizes."""
         self._steps = int(state["steps"])
         self._seconds.clear()
-        # Earlier versions saved the wait for the loader as a separate number.
-        self._measured = {
-            (int(world), int(rows), int(parts)): float(sum(seconds))
-            for world, rows, parts, *seconds in state["measured"]
-        }
+        self._measured = {(world, rows, parts): seconds for world, rows, parts, seconds in state["measured"]}

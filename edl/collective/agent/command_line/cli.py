@@ -61,35 +61,20 @@ def kept_log_folder() -> Iterator[str]:
             Path(folder).rmdir()
 
 
-# --- `edl run` ---
+_LOGGERS = ("edl.collective.agent", "edl.collective.replica")  # shown from INFO on; all others from WARNING on
 
-
-_LOGGERS = ("edl.collective.agent", "edl.collective.replica")
-"""Loggers whose messages a person should see from INFO on; for the rest of EDL and other libraries, from WARNING on."""
-
-_STORE_TIMEOUT_S = 2.0
-"""Seconds for a request to the store. This is longer than the lease, because a shorter timeout would not help: other
-nodes continue without a node whose store is that slow, and its workers are stopped, whether it waits or not."""
+_STORE_TIMEOUT_S = 2.0  # for a request to the store; longer than the lease, after which others continue anyway
 _EXIT_USAGE = 2  # the exit code of `edl.cli`, which turns errors raised here into exit codes
 _SERVED = "edl://"
-_NO_NAME = "none"
-"""torchrun's own `--rdzv-id` if none is given."""
-_OWN_NAME = re.compile("run-[0-9a-f]{32}")
-"""Names of jobs that have one node and no name from the user. Such a node continues without the store, so no other node
-may take its job over."""
+_NO_NAME = "none"  # torchrun's own `--rdzv-id` if none is given
+_OWN_NAME = re.compile("run-[0-9a-f]{32}")  # jobs of one node, without a name from the user: no other node may join
 _BEGIN_S = 30.0  # for a fork to reach the script's first line: milliseconds, or seconds on a machine that swaps
 _UNUSED = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "start_method")
 _UNUSED_ANYWHERE = ("node_rank", "start_method")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an agent, and return its exit code.
-
-    Raises:
-        SettingsError: An option cannot be used.
-        DiscoveryError: The store cannot be reached.
-        EDLError: The agent failed in another way.
-    """
+    """Run an agent, and return its exit code."""
     try:
         return _run_agent(argv)
     except EDLError as exc:
@@ -168,10 +153,7 @@ def _open_store(
 
 
 def _log_unused_options(options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str) -> None:
-    """Log which of torchrun's options for the meeting place are ignored. They are accepted so that its commands work.
-
-    If nodes meet at `--rdzv-endpoint` or `--master-addr`, only the request for a particular node rank is ignored.
-    """
+    """Log which of torchrun's options for the meeting place are ignored."""
     default = parser().get_default
     unused = [name for name in _UNUSED if getattr(options, name, None) != default(name)]
     if endpoint is not None or url == options.rdzv_endpoint:

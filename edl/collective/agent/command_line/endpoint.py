@@ -23,19 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 _ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")
-"""Addresses that belong to no network (RFC 5737, RFC 3849). The route to them is the route to other hosts; nothing is
-sent."""
+"""Addresses that belong to no network (RFC 5737, RFC 3849): the route to them is the route to other hosts."""
 
-_SLOW_NAME_S: Final = 2.0
-"""Seconds from which a lookup counts as slow. A resolver that does not answer takes 5 s by default; a busy machine may
-take up to this for any lookup."""
+_SLOW_NAME_S: Final = 2.0  # for a lookup; a resolver that does not answer takes 5 s, a busy machine up to this
 
 
 def own_address(store_url: str) -> str:
     """Find this node's own address on the route to the store, which all nodes can reach.
 
     If each host has its own agent of the store on its loopback (Consul's), this is the address on the route to other
-    hosts, or the loopback's if there is no such route.
+    hosts.
     """
     servers = servers_of(store_url)
     if not servers:
@@ -58,10 +55,9 @@ def own_address(store_url: str) -> str:
 
 
 def warn_of_slow_name(address: str) -> None:
-    """Look up the name of an address as torch does at every connection, and warn if that takes long.
+    """Look up an address's name as torch does at every connection, for log lines, and warn if that takes long.
 
-    torch's stores connect by IPv6, even to IPv4 addresses, and resolve the address (`getnameinfo`) for log lines. A
-    line with the IPv4 address in /etc/hosts does not answer that.
+    torch's stores connect by IPv6, even to IPv4 addresses, so an IPv4 line in /etc/hosts does not help.
     """
     mapped = address if ":" in address else f"::ffff:{address}"
     began = time.monotonic()
@@ -98,8 +94,7 @@ def _towards(host: str, port: int) -> str:
 # --- torchrun's options ---
 
 
-_MASTER_PORT = 29500
-"""torchrun's default if `--master-port` is not given."""
+_MASTER_PORT = 29500  # torchrun's default
 _MASTER_ADDR = "127.0.0.1"
 _TRUE = ("1", "true", "t", "yes", "y")
 _FALSE = ("0", "false", "f", "no", "n")
@@ -116,10 +111,7 @@ class RendezvousEndpoint:
 
     @classmethod
     def of(cls, options: argparse.Namespace, conf: Mapping[str, str], max_nodes: int) -> RendezvousEndpoint | None:
-        """Read torchrun's options.
-
-        Returns the endpoint; None if torchrun's options name none, or EDL's options name a store.
-        """
+        """Read torchrun's options; None if they name no endpoint, or EDL's options name a store."""
         backend = options.rdzv_backend.strip().lower()
         if options.standalone or options.store or max_nodes < 2 or "://" in options.rdzv_endpoint:
             return None
@@ -146,26 +138,19 @@ class RendezvousEndpoint:
 
     @property
     def url(self) -> str:
-        """URL of the store, for `open_store`."""
         return f"edl://[{self.host}]:{self.port}" if ":" in self.host else f"edl://{self.host}:{self.port}"
 
     @property
     def own(self) -> bool:
-        """Whether the endpoint names this host."""
         return is_own_host(self.host) if self.is_host is None else self.is_host
 
     @property
     def local(self) -> bool:
-        """Whether only processes of this host can mean the endpoint."""
         return is_loopback(self.host)
 
     @property
     def listen(self) -> ListenAddress:
-        """Where to listen, if this is the host.
-
-        All addresses, as c10d does, because the host's own name may resolve to a loopback address here (Debian's
-        /etc/hosts) and to another address elsewhere. But if the endpoint names the loopback, only there.
-        """
+        """Where the host listens: on all addresses, since its name may resolve to a loopback address here only."""
         if not self.local:
             return ListenAddress("::", self.port)
         return ListenAddress("127.0.0.1" if self.host == "localhost" else self.host, self.port)

@@ -130,7 +130,7 @@ class _RunParser(CommandParser):
 
 
 class _JoinedConfig(argparse.Action):
-    """Merges NAME=VALUE pairs of repeated `--rdzv-conf` options; for the same name, the later one wins."""
+    """Merges the pairs of repeated `--rdzv-conf` options; for the same name, the later one wins."""
 
     def __call__(
         self,
@@ -145,7 +145,6 @@ class _JoinedConfig(argparse.Action):
 
 
 def parser() -> CommandParser:
-    """Return a parser of torchrun's options and EDL's."""
     options = _RunParser("edl run", _DESCRIPTION, _EXAMPLES, _DETAILS)
     options.usage = "edl run [OPTIONS] train.py [ARGUMENTS OF train.py]"
     _add_options(options)

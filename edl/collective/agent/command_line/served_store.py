@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 _POLL_S: Final = 0.1  # until the store answers: a node that waits for it joins up to this much later
 _SILENT_S: Final = 2.0  # nodes that are started together answer within it, which needs no message
 _PATIENCE_S: Final = 60.0
-"""Seconds to wait for another node that could not store the job's last state to return and do so. A minute is enough
-for a person to type the same command; with more, the agent of a finished job would seem to hang."""
+"""Seconds to wait for another node that could not store the job's last state: enough to type its command again."""
 
 
 @contextlib.contextmanager
@@ -35,9 +34,7 @@ def served_store(
     timeout_s: float,
     join_timeout_s: float,
 ) -> Iterator[ServedStore]:
-    """Open the store at an endpoint. This process serves it if it is on that host and no other agent there does.
-
-    After the block this process continues to serve until the other nodes have ended.
+    """Open the store at an endpoint. This process serves it if it is on that host, until the other nodes have ended.
 
     Raises:
         SettingsError: Another program answers there, TLS or tokens do not match, or this host cannot serve.
@@ -56,11 +53,7 @@ def served_store(
 
 
 def keep_for_later(store: Store, job: str, wanted: bool) -> None:
-    """Record whether this host still has a state of the job that is not in storage.
-
-    While such a record exists, a served store's file is not removed, because the job's record says that the job is
-    done.
-    """
+    """Record whether this host has a state of the job that is not in storage. Then the store's file is kept."""
     key = f"{KEPT}{job}/{socket.gethostname()}"
     with contextlib.suppress(DiscoveryError):
         if wanted:
@@ -111,7 +104,6 @@ class _Serving:
 
 
 def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float) -> None:
-    """Wait until the store answers, and log why it does not yet."""
     began = time.monotonic()
     logged = ""
     endpoint = store.client.target.endpoint

@@ -1,17 +1,13 @@
 """What Slurm says about the step that `srun edl run` is a task of, and the defaults derived from it.
 
-Srun's manual page describes the variables ("OUTPUT ENVIRONMENT VARIABLES"). A task is what EDL calls a node: an agent
-with its workers. What the agent does with signals from Slurm is in `edl.collective.agent.ending`.
+Srun's manual page describes the variables ("OUTPUT ENVIRONMENT VARIABLES"). A task is what EDL calls a node. What the
+agent does with signals from Slurm is in `edl.collective.agent.ending`.
 
-A task may be a script that calls `edl run` several times, or a person's notebook. With the step's name alone, the
-second call would find a job of that name that has ended. So calls that end their job are counted, and the count becomes
-part of the default name. Names that users give are not changed: they mean the same job everywhere.
-
-A job whose last state was not stored is retried by the next call with the same command; a call with another command is
-the next job.
-
-The count is in a file in the host's memory, named after the task. It is locked while an agent runs, because two agents
-at once have no order by which other tasks, or a requeued job, could tell them apart.
+A task may be a script that calls `edl run` several times. With the step's name alone, the second call would find a job
+that has ended. So calls that end their job are counted, in a file in the host's memory, and the count becomes part of
+the default name. The file is locked while an agent runs: other tasks could not tell two agents at once apart. A job
+whose last state was not stored is retried by the next call with the same command; a call with another command is the
+next job.
 """
 
 from __future__ import annotations
@@ -31,8 +27,7 @@ from typing import Final
 
 from edl.errors import SettingsError
 
-_SPECIAL_STEPS = 0xFFFFFFF0
-"""Slurm's step ids from here on are not steps of srun: the batch script, an interactive shell, a container."""
+_SPECIAL_STEPS = 0xFFFFFFF0  # step ids from here on are not srun's: the batch script, an interactive shell, a container
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,8 @@ class SlurmStep:
     def of(cls, environ: Mapping[str, str] | None = None) -> SlurmStep | None:
         """Read the environment of a task; by default this process's.
 
-        Returns the task; None outside of a step and in a shell that `srun --pty` opened, where a person's commands are
-        not tasks of one job.
+        Returns None outside of a step, and in a shell that `srun --pty` opened, whose commands are not tasks of one
+        job.
         """
         environ = os.environ if environ is None else environ
         if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
@@ -92,17 +87,12 @@ class SlurmStep:
 
     @property
     def name(self) -> str:
-        """The name of EDL's job (`--rdzv-id`): the same for all tasks of the step, and after a requeue.
-
-        In a script that calls `edl run` several times, the first job is `slurm-CLUSTER-JOB.STEP`, the second
-        `slurm-CLUSTER-JOB.STEP-2`, and so on.
-        """
+        """The name of EDL's job (`--rdzv-id`): the same for all tasks of the step, and after a requeue."""
         run = f"-{self.run + 1}" if self.run else ""
         return "-".join(filter(None, ("slurm", self.cluster.replace("/", "_"), f"{self.job}.{self.step}{run}")))
 
     @property
     def first_host(self) -> str:
-        """Name of the first host in Slurm's list; empty if there is no list of hosts."""
         depth, name = 0, ""
         for letter in self.host_list:
             depth += (letter == "[") - (letter == "]")
@@ -113,26 +103,20 @@ class SlurmStep:
 
     @property
     def is_first_host(self) -> bool:
-        """Whether this task is on `first_host`.
-
-        The list of hosts is sorted by name, but their numbers need not be: in a heterogeneous step (`srun A : B`), host
-        0 is the first of A.
-        """
+        """Whether this task is on `first_host`, the first by name. In `srun A : B`, host 0 is the first of A."""
         return self.host_name == self.first_host if self.host_name else self.host == 0
 
     @property
     def rendezvous_port(self) -> int:
         """The port at the first host where the step's tasks meet. Other jobs and steps there usually use another one.
 
-        The ports start at torchrun's 29400, and stay below those that the system gives to outgoing connections (32768).
-        A task's next run has another port, because a slower task may still serve the previous run's store: 1000
-        further, so that jobs that Slurm runs at the same time do not get it through their own numbers.
+        The ports start at torchrun's 29400, and stay below those of outgoing connections (32768). A task's next run has
+        another port, 1000 further, because a slower task may still serve the previous run's store.
         """
         return 29400 + (self.job + self.step + 1000 * self.run) % 3000
 
     @property
     def workers(self) -> int:
-        """The default number of workers of this task: its number of GPUs, or 1 if it has none."""
         visible = self.gpus if self.visible_gpus is None else self.visible_gpus
         if self.tasks_here > 1 and self.gpus and visible * self.tasks_here > self.gpus:
             raise SettingsError(
@@ -143,7 +127,6 @@ class SlurmStep:
         return max(1, visible)
 
     def describe(self) -> str:
-        """Return a description of this step."""
         tasks = f"{self.tasks} task" + "s" * (self.tasks != 1)
         hosts = f"{self.hosts} host" + "s" * (self.hosts != 1)
         again = f", requeued {self.restarts} time" + "s" * (self.restarts != 1) if self.restarts else ""
@@ -185,18 +168,15 @@ def _visible_gpus(environ: Mapping[str, str]) -> int | None:
 # --- Counting a task's runs, so that the next run is another job ---
 
 
-_FORGOTTEN_S: Final = 14 * 86_400.0
-"""Seconds without use after which other tasks remove a task's file. Few sites let a job run longer."""
+_FORGOTTEN_S: Final = 14 * 86_400.0  # without use, until other tasks remove a file; few sites let a job run longer
 
-_RECORD_NBYTES: Final = 64
-"""Fixed size of a task's file, so that one write replaces all of it: a number, and a digest of 16 digits."""
+_RECORD_NBYTES: Final = 64  # of a task's file: a number, and a digest of 16 digits; one write replaces all of it
 
 
 class TaskRuns:
     """The earlier runs of this task, and from `__enter__` on the current one.
 
-    `command` is a digest of what this run runs. All tasks of this user on this host count in `folder`. `ended` is the
-    number of runs whose job has ended.
+    `command` is a digest of what this run runs. `ended` is the number of runs whose job has ended.
     """
 
     def __init__(self, step: SlurmStep, command: str, folder: Path | None = None) -> None:
@@ -226,10 +206,7 @@ class TaskRuns:
         return self
 
     def count(self, *, stored: bool = True) -> None:
-        """Count this run's job, which has ended: the task's next run is another job.
-
-        If its last state is not `stored`, a next run with the same command belongs to the same job, and stores it.
-        """
+        """Count this run's job, which has ended. If not `stored`, the next run with this command is the same job."""
         if stored:
             self._write(self.ended + 1)
         else:
@@ -258,10 +235,7 @@ class TaskRuns:
 
 
 def _lock(file: int) -> bool:
-    """Lock a file until it is closed; False if another process holds the lock.
-
-    This does not use flock, because forked processes would keep such a lock.
-    """
+    """Lock a file until it is closed; False if another process holds the lock. Forked processes would keep a flock."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -270,10 +244,7 @@ def _lock(file: int) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """Create `folder` if it is missing.
-
-    In a folder where all may write, another user could have put something else there.
-    """
+    """Create `folder` if it is missing, and refuse what another user could have put there."""
     remedy = "give each job a name (--rdzv-id NAME), which does not need that folder"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,9 +3,8 @@
 `decide_recovery` decides from the failures of a generation; `RestartPolicy` ends jobs that restart without progress.
 `GenerationOutcome` collects the exits of a node's workers, and asks both.
 
-The CUDA messages are those of `cudaGetErrorString`; CUDA's reference says what causes each error
-(https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html). "device-side assert triggered" and "out of
-memory" are missing here on purpose: they are errors of the script.
+CUDA's reference says what causes each error (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html).
+"device-side assert triggered" and "out of memory" are missing here on purpose: they are errors of the script.
 """
 
 from __future__ import annotations
@@ -48,23 +47,16 @@ _MISUSE: Final = re.compile(r"\bnccl(?:InvalidUsage|InvalidArgument)\b")
 class ExitCause(Enum):
     """Why a worker failed."""
 
-    KILLED = "killed"
-    """A signal killed it, or a process that loads data for it: out of memory, preemption, a crash in native code."""
+    KILLED = "killed"  # by a signal, or a process that loads its data was: memory, preemption, a crash
     PEER_LOST = "contact"
-    """It lost contact with another rank; the cause is elsewhere. If native code notices that, as in Paddle's gloo and
-    NCCL's watchdog, the process ends by SIGABRT."""
-    ERROR = "error"
-    """The script raised, or ended with a nonzero exit code. A failed assertion in a kernel counts too."""
-    HARDWARE = "hardware"
-    """A GPU of the node is broken."""
-    UNCLEAR = "unclear"
-    """A kernel made an illegal access or the like: either its own error, or the GPU's."""
-    MISSING = "missing"
-    """The GPU does not exist: an error of the script, unless it existed before."""
+    """It lost contact with another rank; the cause is elsewhere. Paddle's gloo and NCCL's watchdog then use SIGABRT."""
+    ERROR = "error"  # the script raised (a failed assertion in a kernel counts too), or ended with a nonzero exit code
+    HARDWARE = "hardware"  # a GPU of the node is broken
+    UNCLEAR = "unclear"  # a kernel made an illegal access or the like: either its own error, or the GPU's
+    MISSING = "missing"  # the GPU does not exist: an error of the script, unless it existed before
 
 
 def find_gpu_fault(text: str) -> tuple[ExitCause, str] | None:
-    """Find a GPU's error in a traceback: its cause (HARDWARE, UNCLEAR or MISSING) and the line that says so."""
     for cause, pattern in (
         (ExitCause.HARDWARE, _HARDWARE),
         (ExitCause.UNCLEAR, _UNCLEAR),
@@ -112,12 +104,10 @@ class WorkerFailure:
 
     @property
     def cause(self) -> ExitCause:
-        """Why the worker ended, as far as its own exit tells."""
         return find_exit_cause(self.status, self.text)
 
     @property
     def reason(self) -> str:
-        """Why the worker ended, in one line."""
         if found := find_gpu_fault(self.text):
             return f"rank {self.rank}: {found[1]}"
         return f"rank {self.rank}: {_last_line(self.text)}" if self.status > 0 and self.text else self.description
@@ -142,7 +132,6 @@ class RecoveryDecision:
 
 
 def find_exit_cause(status: int, text: str) -> ExitCause:
-    """Return why a worker ended, by its exit code (negative for a signal) and its traceback, if it left one."""
     if status == -signal.SIGABRT:
         return ExitCause.PEER_LOST
     if status < 0 or (
@@ -166,10 +155,10 @@ def decide_recovery(
     missing: bool = False,
     trained: bool = False,
 ) -> RecoveryDecision | None:
-    """Decide what follows from the failures of a generation on a node.
+    """Decide what follows from the failures of a generation on a node, in the order in which they were seen.
 
     Args:
-        failures: Failures, in the order in which they were seen.
+        failures: The failures.
         waited_s: Seconds since the first was seen, with the world unchanged.
         error_grace_s: Seconds to wait before an exception counts as the script's own error.
         contact_timeout_s: Seconds to wait for a lost node's lease to expire, after an exit code without a traceback;
@@ -227,7 +216,7 @@ def decide_recovery(
 
 
 def _last_line(text: str) -> str:
-    """Return the last line of a traceback: the exception that ended the process, if its message has one line."""
+    """Return the last line of a traceback: the exception, if its message has one line."""
     return text.rstrip().rpartition("\n")[2].strip()
 
 
@@ -254,14 +243,11 @@ def read_error_file(path: Path) -> str:
 
 
 _FRUITLESS: Final = 10
-"""This many restarts in a row without progress end a job. A flapping node may need several before it is excluded; a
-script that cannot get further would otherwise hold its GPUs forever."""
+"""This many restarts in a row without progress end a job: more than a flapping node needs until it is excluded."""
 _FRUITFUL_S: Final = 60.0
-"""Workers that ran for longer than this made progress, as far as can be told of a script that reports no steps. It
-takes less to start, connect and fail again."""
+"""Workers that ran for longer made progress, as far as can be told of a script that reports no steps."""
 
-HANGING = "the workers hang"
-"""Beginning of a restart's reason that makes every node log the stacks of its workers."""
+HANGING = "the workers hang"  # beginning of a restart's reason that makes every node log its workers' stacks
 
 _REGULAR: Final = (
     "they do so {}, and a restart does not help: if the script does something long there, such as an evaluation, "
@@ -288,7 +274,6 @@ class RestartPolicy:
         self._hangs: list[Progress] = []  # when workers were killed because they hung
 
     def apply_limits(self, decision: RecoveryDecision, forgiven: int, progress: Progress) -> RecoveryDecision:
-        """Return the decision, changed if earlier failures and restarts require it."""
         step = progress.step
         if decision.unclear and self._unclear_faults:
             return replace(decision, leave_out=True)
@@ -306,8 +291,8 @@ class RestartPolicy:
     def _find_regularity(self, progress: Progress) -> str:
         """Return when the workers hang again and again, as text; empty if there is no pattern.
 
-        Either they hang after a step that they have repeated since the last hang, or as many steps after the last hang
-        as lie between the last two. The job's beginning counts as the first hang; its first step is 0 or 1.
+        They hang after a step that they have repeated since the last hang, or at equal distances. The job's beginning
+        counts as the first hang; its first step is 0 or 1.
         """
         if not self._hangs:
             return ""
@@ -324,7 +309,6 @@ class RestartPolicy:
         self._unclear_faults += 1
 
     def record_restart(self, progress: Progress, lived_s: float, *, hung: bool = False) -> None:
-        """Record that the workers are started again after they lived for `lived_s` seconds."""
         step = progress.step
         if hung and step not in [hang.step for hang in self._hangs[-1:]]:
             self._hangs.append(progress)
@@ -336,10 +320,9 @@ class RestartPolicy:
 
 
 _PEER_FAILURE_GRACE_S = 0.5
-"""How long after a peer's death a traceback that it causes may arrive. With less, a lost peer would count as an error
-of the script, which ends the job; more delays the end of a job whose script is wrong."""
-_LEASE_GRACE_S = 1.0
-"""How long, beyond a lease's length, other agents may need to see that a node is gone."""
+"""How long after a peer's death a traceback that it causes may arrive. With less, it would count as the script's error;
+with more, a job whose script is wrong ends later."""
+_LEASE_GRACE_S = 1.0  # how long, beyond a lease's length, other agents may need to see that a node is gone
 
 
 class GenerationOutcome:
@@ -358,16 +341,13 @@ class GenerationOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether a worker has failed."""
         return bool(self._failures)
 
     @property
     def ended_well(self) -> int:
-        """How many workers have ended with exit code 0."""
         return len(self._ended_well)
 
     def clear_generation(self) -> None:
-        """Clear the failures and exits of the previous generation."""
         if any(failure.cause in (ExitCause.UNCLEAR, ExitCause.MISSING) for failure in self._failures):
             self._restart_policy.record_unclear_fault()  # even if another node started over first because of it
         self._failures.clear()
@@ -375,7 +355,6 @@ class GenerationOutcome:
         self._killed_for_memory = False
 
     def begin_generation(self, now: float) -> None:
-        """Start measuring the workers' lifetime at `now` (`time.monotonic()`), and which processes the kernel kills."""
         self._began_at = now
         self._oom_kills = cgroups.read_oom_kills()
 
@@ -393,7 +372,6 @@ class GenerationOutcome:
         self._record_failure(failure)
 
     def record_lost_zygote(self, rank: int) -> None:
-        """Record that the process that forks workers died, and all workers with it."""
         self._killed_for_memory |= bool(self._count_oom_kills())
         self.record_stuck_worker(rank, "the process that forks workers died")
 
@@ -403,7 +381,6 @@ class GenerationOutcome:
         return None if now is None or self._oom_kills is None else now - self._oom_kills
 
     def record_stuck_worker(self, rank: int, description: str, number: int = signal.SIGKILL) -> None:
-        """Record a worker that neither works nor ends, as if the signal `number` had killed it."""
         self._record_failure(WorkerFailure(rank, -number, "", description))
 
     def _record_failure(self, failure: WorkerFailure) -> None:
@@ -423,9 +400,8 @@ class GenerationOutcome:
     ) -> RecoveryDecision | None:
         """Decide what follows from the failures; None if nothing has failed, or while the cause is not clear.
 
-        The arguments are those of the function of this name. `known_at` is when `missing` and `others_ended` were read
-        (`time.monotonic()`), infinity means now: what was read before this machine was paused says nothing about leases
-        that have expired since.
+        `known_at` is when `missing` and `others_ended` were read (`time.monotonic()`): what was read before this
+        machine was paused says nothing about leases that have expired since.
         """
         if not self._failures:
             return None
@@ -447,7 +423,6 @@ class GenerationOutcome:
         return self._restart_policy.apply_limits(decision, forgiven, progress)
 
     def count_restart(self, progress: Progress) -> None:
-        """Count a restart that was carried out."""
         hung = any(failure.description.startswith(HANGING) for failure in self._failures)
         lived_s = 0.0 if hung else time.monotonic() - self._began_at
         self._restart_policy.record_restart(progress, lived_s, hung=hung)

@@ -1,17 +1,14 @@
 """Decides how long a worker may go without progress, and finds the worker of a node that hangs.
 
-A hang is an absence of steps, so only workers that report steps can be watched; a worker that never reported any is
-left alone. An evaluation between two steps is an absence of steps too. Three things distinguish it from a hang: the
-script declares it, with a limit (phase BUSY); the kernel sees the worker's process work, which gives it a longer limit;
-or another rank of the job works, and this rank waits for it.
+A hang is an absence of steps, so a worker that never reported any is left alone. An evaluation between two steps is an
+absence of steps too. Three things distinguish it from a hang: the script declares it, with a limit (phase BUSY); the
+kernel sees the worker's process work, which gives it a longer limit; or another rank of the job works, and this rank
+waits for it.
 
-A worker that waits in a collective looks one of two ways. Its threads may sleep (gloo, NCCL with blocking waits). Or a
-thread spins in user space on memory that a GPU or another process writes (`cudaStreamSynchronize`, and so any wait for
-an NCCL kernel; MPI). A spinning thread uses a whole core, so if a process has a GPU or MPI, CPU time alone proves
-nothing. But a spinning thread asks the kernel for nothing. A thread that computes does: memory for its results (page
-faults), batches from a loader (reads, waits that end). So in such a process, only the CPU time of threads that also
-talk to the kernel counts as work; in others, all of it does. Bytes read or written count as well, and so does what a
-worker's child processes use, such as those of its `DataLoader`.
+A worker that waits in a collective sleeps (gloo), or a thread spins on memory that a GPU or another process writes (any
+wait for an NCCL kernel; MPI), and uses a whole core. But a spinning thread asks the kernel for nothing, while one that
+computes asks for memory and batches. So if a process has a GPU or MPI, only the CPU time of threads that also talk to
+the kernel counts as work; in others, all of it does. Bytes read or written count as well, and what child processes use.
 """
 
 from __future__ import annotations
@@ -27,28 +24,19 @@ from typing import Final
 from edl.collective.worker_status import Phase, WorkerStatus
 
 _CPU_SHARE: Final = 0.1
-"""Share of one core, over all threads that talk to the kernel, that counts as work. Watchdogs, heartbeats and loops
-that sleep use about 1% to 5%. Evaluations that use less mostly wait for a disk or network, which shows in bytes."""
+"""Share of one core that counts as work. Watchdogs, heartbeats and loops that sleep use about 1% to 5%; evaluations
+that use less mostly wait for a disk or network, which shows in bytes."""
 _LEAST_SHARE: Final = 0.01
-"""Share of one core below which a thread does not count at all. This matters on a machine so busy that threads hardly
-get a core: a thread that wakes up now and then spends most of its time there waiting for one."""
+"""Share of one core below which a thread does not count, since on a busy machine it spends most of its time waiting."""
 _CALLS_PER_S: Final = 5.0
-"""Requests to the kernel per second that a thread must make for its CPU time to count. A spinning thread makes none by
-itself; the kernel's balancing of memory between NUMA nodes adds about one page fault a second."""
-_BYTES_PER_S: Final = 256 * 1024
-"""Bytes per second, read and written, that count as work. A log, a metrics exporter and a monitor that reads `/proc`
-stay well below."""
-_SPINNING: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "libmpi", "libuct", "libhccl")
-"""Names in the memory map of a process that may wait by spinning: devices, MPI, UCX."""
+"""Requests to the kernel per second that a thread must make for its CPU time to count. A spinning thread makes about
+one: a page fault when the kernel balances memory between NUMA nodes."""
+_BYTES_PER_S: Final = 256 * 1024  # read and written, that count as work; logs and monitors stay well below
+_SPINNING: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "libmpi", "libuct", "libhccl")  # in a process's memory map
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
-_SAMPLES: Final = 10
-"""Measurements in the second half of a limit. Fewer would miss short bursts of work; more would cost time without
-telling more."""
-_SHORTEST_S: Final = 0.5
-"""Least seconds between two measurements: the kernel counts CPU time in hundredths of a second."""
-_LONGEST_S: Final = 15.0
-"""Most seconds between two measurements. More would notice late that a worker works again; a measurement costs
-milliseconds."""
+_SAMPLES: Final = 10  # measurements in the second half of a limit; fewer would miss short bursts of work
+_SHORTEST_S: Final = 0.5  # between two measurements: the kernel counts CPU time in hundredths of a second
+_LONGEST_S: Final = 15.0  # between two measurements; more would notice late that a worker works again
 
 
 @dataclass(frozen=True)
@@ -91,7 +79,6 @@ def read_usage(pid: int) -> ProcessUsage:
 
 
 def is_active(before: ProcessUsage, after: ProcessUsage) -> bool:
-    """Return whether a process computed, read or wrote between two measurements."""
     passed_s = after.at_s - before.at_s
     if passed_s <= 0:
         return False
@@ -118,10 +105,7 @@ class ActivityMonitor:
         self._active_at: dict[int, float] = {}
 
     def last_active(self, pid: int, limit_s: float, now_s: float) -> float | None:
-        """Return when a process was last seen to work (`time.monotonic()`), or None if it never was.
-
-        It is about to reach a limit, and is measured about ten times in half of that.
-        """
+        """Return when a process was last seen to work (`time.monotonic()`), or None; `limit_s` is its limit."""
         every_s = min(max(limit_s / 2 / _SAMPLES, _SHORTEST_S), _LONGEST_S)
         before = self._usages.get(pid)
         if before is None or now_s - before.at_s >= every_s:
@@ -131,12 +115,10 @@ class ActivityMonitor:
         return self._active_at.get(pid)
 
     def forget(self, pid: int) -> None:
-        """Forget a process that made a step or ended."""
         self._usages.pop(pid, None)
         self._active_at.pop(pid, None)
 
     def clear(self) -> None:
-        """Forget all processes."""
         self._usages.clear()
         self._active_at.clear()
 
@@ -193,11 +175,10 @@ def _read_text(path: Path) -> str:
 # --- How long a worker may go without progress ---
 
 
-_ENOUGH_STEPS: Final = 3
-"""Number of measured steps from which on their median counts: the first two still compile and open files."""
+_ENOUGH_STEPS: Final = 3  # measured steps from which on their median counts: the first two compile and open files
 _LATER_S: Final = 60.0
-"""Extra seconds that ranks may wait beyond the limit of a rank that hangs, so that it is named as the cause. It is more
-than the time between two checks by an agent on a busy machine."""
+"""Extra seconds for ranks that wait for one that hangs, so that it is named as the cause: more than an agent on a busy
+machine takes between two checks."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +246,6 @@ def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: f
 
 
 def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bool:
-    """Return whether a worker was seen to work within the last half of its limit."""
     return not found.declared and active_s is not None and now_s - active_s <= found.limit_s / 2
 
 
@@ -274,8 +254,8 @@ def describe_hang(
 ) -> str | None:
     """Return why a worker counts as hung, or None if it does not.
 
-    Its process was last seen to work at `active_s`, and until `awaited_s` another rank worked, for which this one may
-    have waited (`time.monotonic()`).
+    Its process was last seen to work at `active_s`. Until `awaited_s` another rank worked, for which this one may have
+    waited.
     """
     limit_s = found.limit_s
     since_s = found.since_s
@@ -299,8 +279,8 @@ def _step_limit_s(status: WorkerStatus, limits: HangLimits) -> float:
 
 
 _BUSY_S: Final = 1.0
-"""Seconds for which a worker must be busy before other nodes are told, since each change costs a write to the store.
-With less, every short evaluation would cause one; with more, ranks that wait with a short limit could count as hung."""
+"""Seconds for which a worker must be busy before other nodes are told, since that costs a write to the store. With
+more, ranks that wait with a short limit could count as hung."""
 
 
 class HangDetector:

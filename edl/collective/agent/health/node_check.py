@@ -7,13 +7,11 @@ Keys, under a prefix that is new for each check::
     ROUND/result/NODE     what a node found
     verdict               the result, written by the first node
 
-Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a check, written by the
-first node. A node that arrives later is in a later list. In a running job it may be alone in its list, and then only
-its own computing is tested.
+Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a check. A node that
+arrives later is in a later list, perhaps alone; then only its own computing is tested.
 
 Nodes compute alone and reduce in pairs, twice and with different partners, as in DLRover's node check. If a pair fails,
-at least one of its nodes is faulty. The second round pairs every suspect with a node that passed, so that the faulty
-node fails again.
+at least one of its nodes is faulty. The second round pairs every suspect with a node that passed.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ class CheckRoundResult(Record):
 
     @property
     def passed(self) -> bool:
-        """Whether both the work and the all-reduce succeeded."""
         return self.compute_s is not None and self.reduce_s is not None
 
 
@@ -77,11 +74,10 @@ def first_groups(nodes: Sequence[str]) -> Groups:
 
 
 def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
-    """Pair every suspect with a node that passed, as long as there are such nodes.
+    """Pair every suspect with a node that passed, as long as there are such nodes. Every node is in exactly one group.
 
     Suspects are all members of a group in which a node failed or was slow. If partners run out, the suspects that
-    answered are paired with each other. The silent ones then work alone, as do nodes that no suspect needs. Returns the
-    groups of the second round; every node is in exactly one.
+    answered are paired with each other. The silent ones then work alone, as do nodes that no suspect needs.
     """
     slow = _slow([first], factor)
     bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
@@ -104,9 +100,8 @@ def summarize_rounds(
 ) -> NodeCheckResult:
     """Find the unfit nodes from the results of all rounds.
 
-    A node is faulty if it passed no round, unless in a failed round a partner was silent or could not compute, which
-    explains the failure. A node is slow if even its best time is more than `factor` times the median of all nodes' best
-    times.
+    A node is faulty if it passed no round, unless in a failed round a partner was silent or could not compute. A node
+    is slow if even its best time is more than `factor` times the median of all nodes' best times.
     """
     faulty = {}
     for node in nodes:
@@ -151,15 +146,11 @@ def _slow(rounds: Sequence[Mapping[str, CheckRoundResult]], factor: float) -> di
 # --- Running a node check ---
 
 
-_POLL_S: Final = 0.05
-"""Pause between two looks into the Store. A check takes seconds; with less, many nodes would load the Store."""
-_LATE_SHARE: Final = 0.1
-"""Extra time for results of nodes that began a little later, as a share of a round's and at least a second. Those wait
-for silent partners until their own deadline."""
+_POLL_S: Final = 0.05  # between two looks into the Store; a check takes seconds, and many nodes would load the Store
+_LATE_SHARE: Final = 0.1  # extra time for nodes that began later, as a share of a round's; at least a second
 
 
-_KILL_TIMEOUT_S: Final = 10.0
-"""How long a killed probe may take to end. One that hangs in the kernel longer makes this node faulty."""
+_KILL_TIMEOUT_S: Final = 10.0  # for a killed probe; one that hangs in the kernel longer makes this node faulty
 
 
 @dataclass(frozen=True)
@@ -174,7 +165,7 @@ class NodeCheckSettings:
 
 @dataclass(frozen=True)
 class _OwnNode:
-    """This node in a check, whose keys begin with `prefix`, without a trailing slash."""
+    """This node in a check, whose keys begin with `prefix`."""
 
     store: Store
     prefix: str
@@ -186,10 +177,7 @@ class _OwnNode:
 def check_nodes(
     store: Store, prefix: str, node: str, host: str, nodes: Sequence[str], settings: NodeCheckSettings
 ) -> NodeCheckResult:
-    """Take part in a check. All of its nodes call this at about the same time, with the same list.
-
-    Returns the result, which is the same on every node that stays until the end.
-    """
+    """Take part in a check. All of its nodes call this at about the same time, with the same list."""
     own = _OwnNode(store, prefix.rstrip("/"), node, host, settings)
     nodes = sorted(nodes)
     groups = _agree_on_groups(own, "1/groups", first_groups(nodes))
@@ -209,7 +197,6 @@ def _agree_on_groups(own: _OwnNode, key: str, proposed: Groups) -> Groups:
 
 @contextmanager
 def _translated(key: str) -> Iterator[None]:
-    """Raise ProtocolError if the value of a key in the Store cannot be read."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RecursionError) as exc:
@@ -217,7 +204,6 @@ def _translated(key: str) -> Iterator[None]:
 
 
 def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str]) -> dict[str, CheckRoundResult]:
-    """Do this node's part of a round, then wait for all nodes' results until the time is up."""
     timeout_s = own.settings.timeout_s
     deadline = time.monotonic() + timeout_s
     group = next((group for group in groups if own.node in group), (own.node,))
@@ -267,7 +253,6 @@ def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> tuple[str, in
 
 
 def _run_process(task: Mapping[str, Any], deadline: float, raise_if_stopping: Callable[[], object]) -> dict[str, Any]:
-    """Run the probe's process, and kill it at the deadline. Returns everything that the probe reported."""
     command = [sys.executable, "-m", "edl.collective.agent.health.node_probe", json.dumps(dict(task))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output = start_call("edl-node-probe", process.communicate)
@@ -297,18 +282,15 @@ def _run_process(task: Mapping[str, Any], deadline: float, raise_if_stopping: Ca
 # --- The check before a node joins ---
 
 
-_LEASE_S: Final = 10.0
-"""Lease of a node that waits. With more, a check waits longer for a node that died; with less, a busy node misses its
-check."""
+_LEASE_S: Final = (
+    10.0  # of a node that waits; with more, a check waits for dead nodes, with less, a busy node misses it
+)
 
 
 def check_before_joining(
     store: Store, job: str, node: str, host: str, quiet_s: float, settings: NodeCheckSettings
 ) -> NodeCheckResult:
-    """Wait for other nodes that want to be checked, then check all of them.
-
-    Returns the unfit nodes, the same on every node of the check.
-    """
+    """Wait for other nodes that want to be checked, then check all of them. Returns the same on every node."""
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:
         store.put(f"{folder}waiting/{node}", b"", lease)
@@ -324,7 +306,6 @@ def check_before_joining(
 def _find_list(
     store: Store, folder: str, node: str, lease: Lease, quiet_s: float, raise_if_stopping: Callable[[], object]
 ) -> tuple[int, Sequence[str]]:
-    """Wait for the list that contains this node. Returns its number and its nodes."""
     before: set[str] = set()
     since_s = time.monotonic()
     while True:

@@ -1,10 +1,8 @@
 """A node's work in one round of the node check, in its own process because a faulty node may hang in it.
 
-Run as `python -m edl.collective.agent.health.node_probe`, with its task as JSON in the first argument; it prints JSON
-lines.
-
-A broken device need not raise: it may compute wrong results. The test numbers are small integers: float32 holds
-their sums exactly in any order, and TF32 and bfloat16 hold the factors of the matrix products.
+Its task is JSON in the first argument, and it prints JSON lines. A broken device need not raise: it may compute wrong
+results. The test numbers are small integers: float32 holds their sums exactly in any order, and TF32 and bfloat16 hold
+the factors of the matrix products.
 """
 
 from __future__ import annotations
@@ -24,20 +22,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from edl.errors import EDLError
 
-_SIZE: Final = {"cpu": 768, "cuda": 8192}
-"""Rows and columns of a matrix. A product takes milliseconds, so the cost of starting it does not matter."""
-_PRODUCTS: Final = 8
-"""Matrix products per measurement: enough to measure, and a check still takes only seconds on slow devices."""
-_COPIED: Final = 4 * 1024 * 1024
-"""Elements of 4 bytes in one copy between two GPUs."""
-_REDUCED: Final = 4 * 1024 * 1024
-"""Elements of 4 bytes in one all-reduce."""
-_REPEATS: Final = 3
-"""Measurements, of which the fastest counts. Another process may disturb some; a slow device is slow in all."""
+_SIZE: Final = {"cpu": 768, "cuda": 8192}  # rows and columns of a matrix: a product takes milliseconds
+_PRODUCTS: Final = 8  # per measurement: enough to measure, and seconds on slow devices
+_COPIED: Final = 4 * 1024 * 1024  # elements of 4 bytes in one copy between two GPUs
+_REDUCED: Final = 4 * 1024 * 1024  # elements of 4 bytes in one all-reduce
+_REPEATS: Final = 3  # measurements, of which the fastest counts, since another process may disturb some
 
 
 def find_devices() -> list[torch.device]:
-    """Return all visible GPUs, or else the CPU."""
     if not torch.cuda.is_available():
         return [torch.device("cpu")]
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -64,7 +56,6 @@ def check_products(device: torch.device) -> float:
 
 
 def check_copies(devices: Sequence[torch.device]) -> None:
-    """Copy from every device to every other, directly if the devices can."""
     for source in range(len(devices)):
         sent = torch.arange(_COPIED, dtype=torch.int32, device=devices[source])
         for target in range(len(devices)):
@@ -77,18 +68,15 @@ def check_copies(devices: Sequence[torch.device]) -> None:
 
 
 def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
-    """Agree with the other ranks on how many GPUs all of them have, which is how many NCCL all-reduces are made.
-
-    Returns the number; 0 without NCCL.
-    """
+    """Return how many GPUs all ranks have, which is how many NCCL all-reduces are made; 0 without NCCL."""
     store.set(f"gpus/{rank}", str(mine if dist.is_nccl_available() else 0))
     return min(int(store.get(f"gpus/{other}")) for other in range(world_size))
 
 
 def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, devices: Sequence[torch.device]) -> float:
-    """Compute a sum with all ranks of a group, once per device.
+    """Compute a sum with all ranks of a group, once per device. Returns seconds of the slowest device.
 
-    Returns seconds of the slowest device's fastest measurement.
+    `make` makes the process group of a backend, over a store and for a device.
     """
     times = []
     for number, device in enumerate(devices or [torch.device("cpu")]):
@@ -99,7 +87,6 @@ def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, de
 
 
 def _sum(device: torch.device) -> float:
-    """Compute a sum over the default group. Returns the seconds of the fastest measurement."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pattern = (torch.arange(_REDUCED, device=device) % 1000).float()
     numbers, expected = torch.empty_like(pattern), pattern * (size * (size + 1) / 2)

@@ -1,11 +1,8 @@
 """Connections between agents, through which an agent learns at once that another agent's process is gone.
 
-A connection carries nothing but a name. A lease reports a death only after it has expired, because silence may also be
-a slow network. If a kernel refuses a connection to the port on which that agent listened, the death is certain: the
-process died (SIGKILL, preemption, lack of memory) on a host that is alive. Hosts that vanish, agents that are stopped
-and networks that fail are found by the lease.
-
-What follows from a death is decided in `edl.collective.agent.rendezvous`.
+A lease reports a death only after it has expired, because silence may also be a slow network. If a kernel refuses a
+connection to the port on which that agent listened, the death is certain: the process died on a host that is alive.
+Hosts that vanish, agents that are stopped and networks that fail are found by the lease.
 """
 
 from __future__ import annotations
@@ -31,28 +28,16 @@ Address = tuple[str, int]
 
 _BACKLOG: Final = 128  # connections waiting to be accepted: eight come from the ring, the rest is for others
 _MAX_PEERS: Final = 8
-"""Agents that an agent connects to. A death is noticed while any of the eight nodes before it is alive. More would give
-all agents more connections, for deaths that leases report too."""
-_MAX_ACCEPTED: Final = 1024
-"""Most connections from others that are kept, since they cost file descriptors. Eight come from the ring; the rest are
-strangers' or left over."""
-_REFUSALS: Final = 3
-"""Refusals in a row that count as a death. A single one proves nothing: a proxy in between refuses for a moment while
-it restarts."""
-_REFUSED_RETRY_S: Final = 0.03
-"""Pause after a refusal. With the number of refusals above, a death is known within 0.1 s, and a port has that long to
-be opened again."""
-_CONNECT_TIMEOUT_S: Final = 2.0
-"""How long a connection may take including its handshake. A slower network is left to the lease."""
-_UNREACHED_RETRY_S: Final = 10.0
-"""Pause after an attempt that proved nothing. Most such peers can never be reached, so attempts should cost little."""
+"""Agents that an agent connects to. A death is noticed while any of the eight nodes before it is alive."""
+_MAX_ACCEPTED: Final = 1024  # most connections that are kept; eight come from the ring, the rest is strangers' or left
+_REFUSALS: Final = 3  # in a row, that count as a death; a proxy in between refuses for a moment while it restarts
+_REFUSED_RETRY_S: Final = 0.03  # after a refusal: a death is known within 0.1 s, in which a port may be opened again
+_CONNECT_TIMEOUT_S: Final = 2.0  # including the handshake; a slower network is left to the lease
+_UNREACHED_RETRY_S: Final = 10.0  # after an attempt that proved nothing; most such peers can never be reached
 _CLOSE_TIMEOUT_S: Final = 30.0  # how long the thread may take to end on a busy machine; it waits for nothing
-_CANCEL_AGAIN_S: Final = 0.05
-"""Seconds after which a task that has not ended is cancelled again: before Python 3.12, `wait_for` loses a cancellation
-that comes in the moment when a connection is made."""
+_CANCEL_AGAIN_S: Final = 0.05  # before Python 3.12, `wait_for` loses a cancellation as a connection is made
 _RECEIVE_NBYTES: Final = 4096  # a peer's name is far shorter, and the rest is ignored
-_KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""Firewalls forget connections that are idle for minutes, and connections to vanished hosts would be held forever."""
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # firewalls forget idle connections
 
 
 def choose_peers(world: World, position: int) -> dict[str, Address]:
@@ -64,8 +49,8 @@ def choose_peers(world: World, position: int) -> dict[str, Address]:
 class PeerConnections:
     """This agent's connections to others, and theirs to it, in an event loop of their own.
 
-    Its thread calls `on_gone` with the id of a node whose agent's process is certainly gone. Without `tls`, the name is
-    sent to every peer, and any peer's is believed.
+    Its thread calls `on_gone` with the id of a node whose agent's process is certainly gone. Without `tls`, any peer's
+    name is believed.
     """
 
     def __init__(self, name: str, on_gone: Callable[[str], object], tls: PeerTLS | None = None) -> None:
@@ -84,7 +69,6 @@ class PeerConnections:
         self._ended = start_call("edl-peer-monitor", self._run)
 
     def set_peers(self, nodes: Mapping[str, Address]) -> None:
-        """Connect to these agents from now on, and to no others."""
         self._loop.call_soon_threadsafe(self._watch_only, set(nodes.items()))
 
     def close(self) -> None:

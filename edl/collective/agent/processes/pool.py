@@ -31,15 +31,12 @@ from edl.errors import EDLError
 logger = logging.getLogger(__name__)
 
 
-GPU_DEVICES: Final = ("/dev/nvidia[0-9]*", "/dev/kfd")
-"""Patterns of the files that a process opens to use a GPU of NVIDIA or AMD."""
-_RELEASE_POLL_S: Final = 0.005
-"""Pause between two checks of processes that are about to end. Recovery waits for them, and a check takes a tenth of
-this."""
+GPU_DEVICES: Final = ("/dev/nvidia[0-9]*", "/dev/kfd")  # files that a process opens to use a GPU of NVIDIA or AMD
+_RELEASE_POLL_S: Final = 0.005  # between two checks of processes about to end, for which recovery waits
 
 
 def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
-    """Find the processes in some process groups that have a GPU open. Returns at once on a host without a GPU.
+    """Find the processes in some process groups that have a GPU open.
 
     Returns their start times in the kernel's ticks, by process id. No later process has the same pair.
     """
@@ -49,7 +46,7 @@ def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) 
     for path in Path("/proc").iterdir():
         if not path.name.isdigit():
             continue
-        fields = _stat(int(path.name))
+        fields = read_stat(int(path.name))
         if fields and int(fields[2]) in groups and _has_open(path, devices):
             found[int(path.name)] = fields[19]
     return found
@@ -83,11 +80,11 @@ def _has_open(process: Path, devices: Sequence[str]) -> bool:
 
 
 def _lives(pid: int, began: str) -> bool:
-    fields = _stat(pid)
+    fields = read_stat(pid)
     return bool(fields) and fields[0] not in "ZX" and fields[19] == began
 
 
-def _stat(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -99,21 +96,12 @@ def _stat(pid: int) -> list[str]:
 
 
 _FORK_TIMEOUT_S: Final = 10.0
-"""How long a zygote may take to answer. A fork takes milliseconds, or a second or two on a machine without a free core.
-A zygote that takes longer hangs; with less, a busy machine would lose a zygote, whose successor imports everything
-again."""
-_POLL_S: Final = 0.05
-"""Pause between checks that no event triggers: of signals during imports, and of processes about to die."""
-_DEATH_TIMEOUT_S: Final = 30.0
-"""How long processes may take to disappear after SIGKILL. Each needs a turn on a processor for that, and ten seconds
-were too few on a machine kept busy by others. With more, a node whose worker hangs in the kernel ends that much
-later."""
-_ZYGOTE_END_TIMEOUT_S: Final = 1.0
-"""How long a zygote may take to end after its socket closed, which happens when it ends. Only a message depends on
-it."""
-_ATTEMPTS: Final = 4
-"""Attempts to import ahead of time; the last imports nothing. Each leaves out the modules that earlier ones found
-unfit."""
+"""How long a zygote may take to answer: a fork takes milliseconds, or seconds on a busy machine. With less, that would
+lose a zygote, whose successor imports everything again."""
+_POLL_S: Final = 0.05  # between checks that no event triggers
+_DEATH_TIMEOUT_S: Final = 30.0  # for processes to disappear after SIGKILL; ten seconds were too few on a busy machine
+_ZYGOTE_END_TIMEOUT_S: Final = 1.0  # for a zygote to end after its socket closed; only a message depends on it
+_ATTEMPTS: Final = 4  # to import ahead of time, each without the modules found unfit; the last imports nothing
 
 
 @dataclass(frozen=True)
@@ -170,7 +158,6 @@ class WorkerProcesses:
 
     @property
     def prewarmed(self) -> bool:
-        """Whether workers are forked from a process that imports modules ahead of time."""
         return self._program.prewarm
 
     @property
@@ -180,11 +167,10 @@ class WorkerProcesses:
             return {rank: pid for pid, (_, rank) in self._running.items()}
 
     def warm_up(self, timeout_s: float = 120.0, raise_if_stopping: Callable[[], object] = lambda: None) -> None:
-        """Start the zygote and wait until it is ready to fork.
+        """Start the zygote and wait until it can fork. Call this from a thread that lives as long as the workers.
 
-        Call this from a thread that lives as long as the workers. If the imports take longer than `timeout_s`, or kill
-        the process, another one imports nothing. If `raise_if_stopping`, which is called repeatedly during the wait,
-        raises, only `close` may be called afterwards.
+        If the imports take longer than `timeout_s`, or kill the process, another one imports nothing. If
+        `raise_if_stopping`, which is called repeatedly, raises, only `close` may be called afterwards.
         """
         unfit: dict[str, str] = {}
         lost = ""
@@ -254,10 +240,9 @@ class WorkerProcesses:
     def replace_workers(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
         """Begin a generation: kill the workers and fork new ones.
 
-        The new workers are forked while the kernel still tears the old ones down, which takes longer than a fork for a
-        process of several gigabytes. That is safe because a process that got SIGKILL no longer runs its own code. The
-        exception is a process with a GPU open: the new workers would find its memory taken, so they are forked when
-        the old workers have released it, or when the time is up.
+        The new workers are forked while the kernel still tears the old ones down, since a process that got SIGKILL no
+        longer runs its own code. But if one has a GPU open, whose memory the new workers would find taken, they are
+        forked when the old workers have released it, or when the time is up.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -272,10 +257,9 @@ class WorkerProcesses:
         self._reap(timeout_s, spared_generation=generation)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to all workers, but not to their children.
+        """Send a signal to all workers, but unlike torchrun not to their children.
 
-        torchrun signals the children too. But a script that saves its state when asked to end may need them until then,
-        such as the workers of a `DataLoader`, whose death would raise an exception in the script.
+        A script that saves its state when asked to end may need them until then, such as the workers of a `DataLoader`.
         """
         with self._lock:
             for pid in self._running:
@@ -283,14 +267,10 @@ class WorkerProcesses:
                     os.kill(pid, number)
 
     def kill_workers(self, timeout_s: float = _DEATH_TIMEOUT_S) -> None:
-        """Kill all workers and their children, and wait up to `timeout_s` until they are gone.
-
-        Stopped processes die as well.
-        """
+        """Kill all workers and their children, and wait up to `timeout_s` until they are gone."""
         self._reap(timeout_s)
 
     def _reap(self, timeout_s: float, spared_generation: int = -1) -> None:
-        """Kill all workers except those of one generation, and wait until they are gone."""
         deadline = time.monotonic() + timeout_s
         zygote_deadline = time.monotonic() + timeout_s / 2
         with self._lock:
@@ -304,7 +284,6 @@ class WorkerProcesses:
                 self._lock.wait(_POLL_S)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Kill the workers and the zygote, and wait for them."""
         with self._lock:
             self._closing = True
         if self._process is None:

@@ -1,25 +1,18 @@
 """Imports modules before workers are forked, unless a fork breaks them.
 
 Some modules must be imported by every worker itself: a module that starts a thread or a pool of OpenMP threads (a fork
-has none of them, and would wait for them forever), opens a connection (all forks would write to the same one), uses
-CUDA, or reads its rank from the environment. That shows only once the module has been imported. So this module imports
-it and checks, partly with a test fork. If a module turns out unfit, the process is thrown away and another one starts
-without it.
-
-`multiprocessing.set_forkserver_preload` is not enough. It imports the given modules, silently ignores ImportErrors and
-checks none of the above, so a module that reads RANK would give all workers the server's value. Its server also forks
-functions of `multiprocessing`, not a script as `__main__` with its own process group and a wait status.
-
-Guaranteed: no module is kept that left a thread or socket open during its import, looked up one of a worker's variables
-in `os.environ` (lookups by torch and EDL themselves do not count), or broke parallel sums or CUDA in a fork. Not
-detected: a module that reads the environment from native code (`getenv`), keeps a file open for writing, remembers its
-process id, or does any of this after its import. Modules named by `--preload` are checked in the same way.
+has none of them, and would wait for them forever), opens a connection, uses CUDA, or reads its rank from the
+environment. That shows only once the module has been imported. So this module imports it and checks, partly with a test
+fork. If a module turns out unfit, the process is thrown away and another one starts without it. Not detected: a module
+that reads the environment from native code (`getenv`), keeps a file open for writing, remembers its process id, or does
+any of this after its import. (`multiprocessing.set_forkserver_preload` checks nothing, and its server forks functions,
+not a script as `__main__`.)
 
 A module may be imported ahead of time only if that changes nothing. A program that first sets an environment variable,
 `sys.path` or anything else, and then imports torch, relies on that order. So everything after the first statement that
-may change what an import does is left to the worker, as under torchrun. Before it, what the program surely imports from
-site-packages is imported ahead of time. The program's own modules are only read: they may change between two starts,
-and often draw random numbers or check their rank.
+may change what an import does is left to the worker. Before it, what the program surely imports from site-packages is
+imported ahead of time. The program's own modules are only read: they may change between two starts, and often draw
+random numbers or check their rank.
 """
 
 from __future__ import annotations
@@ -40,14 +33,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-_IMPORT_TORCH: Final = ("edl.collective", "edl.distill.torch", "edl.distill.paddle")
-"""Modules of EDL that import the framework themselves."""
+_IMPORT_TORCH: Final = ("edl.collective", "edl.distill.torch", "edl.distill.paddle")  # they import the framework
 _HARMLESS_MODULES: Final = {
     "argparse", "collections", "copy", "dataclasses", "datetime", "enum", "glob", "itertools", "json", "math",
     "pathlib", "platform", "re", "string", "textwrap", "time", "typing", "uuid", "warnings",
 }  # fmt: skip
-"""Modules of which no call changes what a later import does. `logging` and `random` are not among them: some packages
-ask at their import whether the root logger has handlers, or draw a number."""
+"""Modules of which no call changes what a later import does. Some packages ask at their import whether the root logger
+has handlers, or draw a number, so not `logging` and `random`."""
 _HARMLESS_CALLS: Final = {
     "logging.getLogger", "os.cpu_count", "os.environ.get", "os.getcwd", "os.getenv", "os.getpid", "os.makedirs",
     "socket.gethostname",
@@ -62,8 +54,7 @@ _HARMLESS_DECORATORS: Final = {
 }  # fmt: skip
 
 _VARIABLE: Final = re.compile("[A-Z][A-Z0-9_]+")
-_MOST_FILES: Final = 500
-"""Files of a program that are read: two seconds. A folder on PYTHONPATH may hold packages with thousands of files."""
+_MOST_FILES: Final = 500  # files of a program that are read, in two seconds; PYTHONPATH may name thousands
 
 _MOST_NESTED: Final = 100  # files that import each other in a chain: a file takes some of Python's 1,000 nested calls
 
@@ -85,7 +76,7 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
 
     `program` are the files that run, in order: a script, or a package's `__init__.py` and the module in it. What it
     imports from `folders` is its own and read as well. Even an import under a condition may happen ahead of time if it
-    is of the `roots`, top-level packages with the framework first.
+    is of the `roots`, with the framework first.
     """
     scan = _Scan(program, folders, roots)
     for path in program:
@@ -103,10 +94,7 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
 
 
 def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Find the files that `import NAME` runs, without importing anything.
-
-    Returns the files in the order in which they run; empty if the module is not in these folders.
-    """
+    """Find the files that `import NAME` runs, in their order; empty if the module is not in these folders."""
     parts = name.split(".")
     for folder in folders:
         found = []
@@ -328,15 +316,12 @@ _OF_A_WORKER: Final = {
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
     "EDL_GENERATION", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT",
 }  # fmt: skip
-_FIX_THEIR_RANK: Final = {"lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}
-"""Packages that are known to be unfit: to find that out, this process would be started, and torch imported, again."""
+_FIX_THEIR_RANK: Final = {"lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}  # known to be unfit
 _TEST_FORK_S: Final = 10.0
-"""How long a test fork may take to compute a sum. It takes milliseconds, unless it waits for its parent's threads. With
-less, a fork on a busy machine would count as unfit, and every worker would import torch by itself."""
-_TEST_FORK_POLL_S: Final = 0.001
-"""Pause between two checks of whether that fork has ended. Every prewarmed module waits for it."""
-_PARALLEL_ELEMENTS: Final = 1 << 18
-"""Elements of the test sum: torch splits a sum among threads from 32,768 on (`at::internal::GRAIN_SIZE`)."""
+"""How long a test fork may take to compute a sum, which takes milliseconds. With less, a fork on a busy machine would
+count as unfit, and every worker would import torch by itself."""
+_TEST_FORK_POLL_S: Final = 0.001  # between two checks of whether that fork has ended
+_PARALLEL_ELEMENTS: Final = 1 << 18  # of the test sum: torch uses threads from 32,768 on (`at::internal::GRAIN_SIZE`)
 _CUDA: Final = 2  # exit code of the test fork if it cannot use CUDA; any but 0
 _UNKNOWN: Final = 3  # exit code of the test fork if the test itself failed; any but 0 and `_CUDA`
 
@@ -352,7 +337,7 @@ class PreloadResult:
 def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]) -> PreloadResult:
     """Import modules, except those in `without`, and find out whether a fork may have them.
 
-    `modules` are pairs of a module and a name in it, or "". A missing name is left for the worker to report.
+    `modules` are pairs of a module and a name in it, or "".
     """
     done = PreloadResult()
     for module, name in dict.fromkeys(modules):
@@ -366,15 +351,15 @@ def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]
 
 
 def find_fork_hazard() -> str:
-    """Find out why a fork of this process, as it is now, would be unusable, by making one and waiting for it.
-
-    Returns the reason; empty if the fork can compute in parallel and use CUDA.
-    """
+    """Return why a fork of this process would be unusable, by making one; empty if it can compute and use CUDA."""
     pid = os.fork()
     if pid == 0:
         code = _UNKNOWN
         try:
-            code = _CUDA if _is_cuda_poisoned() else _compute_in_parallel()
+            poisoned = _is_cuda_poisoned()
+            if "torch" in sys.modules and not poisoned:
+                sys.modules["torch"].ones(_PARALLEL_ELEMENTS).add_(1)
+            code = _CUDA if poisoned else 0
         finally:
             os._exit(code)
     deadline = time.monotonic() + _TEST_FORK_S
@@ -390,22 +375,12 @@ def find_fork_hazard() -> str:
 
 
 def _is_cuda_poisoned() -> bool:
-    """Return whether this process cannot use CUDA because its parent has touched CUDA's driver.
-
-    `torch.cuda.is_initialized` does not tell: `is_available` and `device_count` touch the driver as well.
-    """
+    """Return whether this process cannot use CUDA because its parent touched the driver, as `is_available` does."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
     is_in_bad_fork = getattr(torch._C, "_cuda_isInBadFork", None)  # missing in a build without CUDA
     return bool(torch.cuda.is_initialized() or (is_in_bad_fork is not None and is_in_bad_fork()))
-
-
-def _compute_in_parallel() -> int:
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.ones(_PARALLEL_ELEMENTS).add_(1)
-    return 0
 
 
 def _import(module: str, name: str, done: PreloadResult) -> None:
@@ -447,8 +422,7 @@ class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
 def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
     """Collect which variables are looked up in `os.environ` in the block, whether they are set or not.
 
-    This swaps the object's class, because modules hold the object itself (`from os import environ`) and would not see a
-    replacement. The set that it yields grows.
+    This swaps the object's class, because modules hold the object itself (`from os import environ`).
     """
     looked_up: set[str] = set()
     plain = os.environ.__class__
@@ -469,8 +443,8 @@ def _tasks() -> set[str]:
 def _has_new_threads(before: set[str]) -> bool:
     """Return whether this process has threads that are not in `before`.
 
-    OpenBLAS starts threads when it is loaded, ends them before a fork, and starts them again when they are needed
-    (`pthread_atfork`). So threads that still exist after a fork are not OpenBLAS's.
+    OpenBLAS ends its threads before a fork, and starts them again when they are needed (`pthread_atfork`). So threads
+    that still exist after a fork are not OpenBLAS's.
     """
     if not _tasks() - before:
         return False

@@ -18,23 +18,16 @@ from pathlib import Path
 from typing import IO, Final
 
 _SIGNAL: Final = signal.SIGUSR2
-_POLL_S: Final = 0.01
-"""Pause between two looks at the file: a dump of some threads takes a few milliseconds."""
-_QUIET_S: Final = 0.05
-"""A dump that has not grown for this long is complete; `faulthandler` writes nothing at its end."""
-_MAX_NBYTES: Final = 200_000
-"""Most bytes of a dump that are read: some hundred threads. The rest is left out of the agent's log."""
-_DESCRIPTOR: Final = 200
-"""Lowest descriptor to use: above what scripts count on, below the lowest usual limit of open files (256)."""
+_POLL_S: Final = 0.01  # between two looks at the file: a dump of some threads takes a few milliseconds
+_QUIET_S: Final = 0.05  # a dump that has not grown for this long is complete; `faulthandler` writes no end
+_MAX_NBYTES: Final = 200_000  # most bytes of a dump that are read: some hundred threads
+_DESCRIPTOR: Final = 200  # lowest to use: above what scripts count on, below the usual limit of open files (256)
 
 _armed: IO[bytes] | None = None
 
 
 def arm_stack_dump(path: Path) -> None:
-    """Make this process write the stacks of all its threads to a file when it gets SIGUSR2.
-
-    Call this in the worker, after the fork, before the script can hang. Another call switches to another file.
-    """
+    """Make this process write the stacks of all its threads to a file when it gets SIGUSR2."""
     global _armed
     with path.open("ab", buffering=0) as file:
         # Not the lowest free descriptor. So the script's own files get the same numbers as under torchrun, and if a
@@ -49,7 +42,7 @@ def arm_stack_dump(path: Path) -> None:
 def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> list[str]:
     """Return, for every worker, its stacks or the reason why there are none. `timeout_s` is for all of them together.
 
-    `workers` are pairs of a process id, which must not have been reused, and the path given to `arm_stack_dump`.
+    `workers` are pairs of a process id and the path given to `arm_stack_dump`.
     """
     deadline = time.monotonic() + timeout_s
     asked = [_ask(pid, path) for pid, path in workers]
@@ -91,7 +84,6 @@ def _collect(pid: int, path: Path, begin: int, deadline: float) -> str:
 
 
 def _excuse(pid: int) -> str:
-    """Say why a process may not have answered. A stopped one, or one in a call that cannot be interrupted, cannot."""
     try:
         state = _field(Path(f"/proc/{pid}/status").read_text(), "State")
     except FileNotFoundError:

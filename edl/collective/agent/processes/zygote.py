@@ -1,14 +1,13 @@
 """The zygote: the process that workers are forked from, which only imports torch and the user's modules.
 
 Importing torch and making the first optimizer takes about two seconds; forking a process that has done both takes
-milliseconds. The agent starts `zygote_command` and talks JSON with it over a Unix socket (`SOCK_SEQPACKET`). It sends
-one `ProgramSpec`, then a `ForkRequest` for each worker. The zygote answers `{"ready": true}` with what went wrong,
-`{"pid": ...}` for each fork and, when a worker ended, `{"exited": pid, "status": wait status}`.
+milliseconds. The agent talks JSON with it over a Unix socket (`SOCK_SEQPACKET`): one `ProgramSpec`, then a
+`ForkRequest` for each worker. The zygote answers `{"ready": true}` with what went wrong, `{"pid": ...}` for each fork
+and, when a worker ended, `{"exited": pid, "status": wait status}`.
 
 The zygote must not start threads, run a backward pass or touch CUDA, because a fork would inherit what is left of them.
-If it dies, its workers die too. If the agent dies, it kills the workers and their children, and ends.
-
-A fork runs its script or module as a new interpreter would: its `__main__`, exceptions and exit (`run_main`).
+If it dies, its workers die too. If the agent dies, it kills the workers and their children, and ends. A fork runs its
+script or module as a new interpreter would (`run_main`).
 """
 
 from __future__ import annotations
@@ -51,16 +50,17 @@ from edl.collective.agent.processes.preload import (
     watched_environ,
 )
 
-MESSAGE_NBYTES: Final = 1 << 20
-"""Room to receive a message. A socket's buffer, 212,992 bytes by default on Linux, bounds what is sent."""
+MESSAGE_NBYTES: Final = 1 << 20  # room to receive; a socket's buffer, 212,992 bytes by default, bounds what is sent
 _PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
 _WAKE_NBYTES: Final = 4096  # ended processes are found by waitpid, so any number of bytes will do
 _OPTIMIZER: Final = "torch.optim"
 _COMMON: Final = {"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"}
-"""Variables that every environment has. Libraries look them up again whenever they use their values."""
-_JOB_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that Ctrl-C, Slurm and systemd send to all processes of a job. The agent acts on them, and so do the
-workers."""
+"""Variables that every environment has, and that libraries look up again when they use them."""
+_JOB_SIGNALS: Final = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # sent to all processes of a job, by Ctrl-C or Slurm
 _COMMAND: Final = (
     # Neither the current folder nor this file's may hide a module of the standard library. The last entry of `sys.path`
     # is where the agent found this package.
@@ -85,7 +85,6 @@ class ProgramSpec:
     without: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        """Return the message that starts a zygote's work."""
         return json.dumps({"warm": asdict(self)}).encode()
 
 
@@ -99,14 +98,13 @@ class ForkRequest:
     stacks: str = ""  # file for its stacks, when SIGUSR2 asks for them; empty for none
 
     def encode(self) -> bytes:
-        """Return the message that makes a zygote fork."""
         return json.dumps({"fork": asdict(self)}).encode()
 
 
 def zygote_command(descriptor: int, program: ProgramSpec) -> list[str]:
-    """Return the command that starts a zygote, with the socket's inherited end as `descriptor`.
+    """Return the command that starts a zygote, which shows the program in `ps`.
 
-    The command contains the program's name and arguments, so that people find it with `ps`.
+    `descriptor` is the inherited end of the socket.
     """
     package = Path(__file__).parents[3]
     shown = [program.target, *program.arguments]
@@ -255,10 +253,9 @@ def _scan(program: ProgramSpec, folder: Path) -> ProgramImports:
 
 
 def _import_framework(program: ProgramSpec, variables: frozenset[str]) -> dict[str, str]:
-    """Import the framework and what the first optimizer imports.
+    """Import the framework and what the first optimizer imports. Returns what every worker must import itself, and why.
 
-    `variables` are environment variables that the program may set after it has imported the framework. Returns why
-    every worker must import a module itself, by module.
+    `variables` are environment variables that the program may set after it has imported the framework.
     """
     import torch
     import torch.distributed
@@ -294,7 +291,6 @@ def _nvml_check() -> Iterator[None]:
 
 
 def _become_worker(program: ProgramSpec, fork: ForkRequest) -> None:
-    """Turn this process, which was just forked, into a worker, and run the script."""
     os.environ.update(fork.environ)
     redirect_output(os.environ)
     if program.kind == "program":
@@ -324,10 +320,7 @@ def _die_with(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def redirect_output(environ: Mapping[str, str]) -> None:
-    """Redirect the output of this process and its children to the files that `environ` names.
-
-    `EDL_STDOUT` and `EDL_STDERR` name the files; without them the output stays where it is.
-    """
+    """Redirect the output of this process and its children to the files that `EDL_STDOUT` and `EDL_STDERR` name."""
     for name, stream, descriptor in (("EDL_STDOUT", sys.stdout, 1), ("EDL_STDERR", sys.stderr, 2)):
         path = environ.get(name)
         if path:
@@ -342,8 +335,7 @@ def redirect_output(environ: Mapping[str, str]) -> None:
 # --- Inherited state that a new process would not have ---
 
 
-_ARG_START: Final = 47
-"""Field of `/proc/self/stat`, counted from 0: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html"""
+_ARG_START: Final = 47  # field of `/proc/self/stat`, counted from 0 (proc_pid_stat(5))
 
 
 def renew_state() -> None:
@@ -358,10 +350,7 @@ def renew_state() -> None:
 
 
 def limit_threads(environ: Mapping[str, str]) -> None:
-    """Make torch, if it is imported already, use as many threads as if it were imported now with these variables.
-
-    Only OMP_NUM_THREADS matters.
-    """
+    """Make torch, if it is imported already, use as many threads as OMP_NUM_THREADS says."""
     torch = sys.modules.get("torch")
     number = environ.get("OMP_NUM_THREADS", "")
     if torch is not None and number.isdecimal() and int(number):
@@ -381,10 +370,9 @@ def _seed_generators() -> None:
 
 
 def show_command_line(arguments: Sequence[str]) -> None:
-    """Make `ps` show other arguments for this process than it was started with.
+    """Make `ps` show other arguments for this process, by replacing their bytes, as setproctitle(3) does.
 
-    This replaces the bytes where the kernel reads them, as setproctitle(3) does. It does nothing if they are not as
-    expected or the new arguments are longer.
+    It does nothing if they are not as expected or the new arguments are longer.
     """
     before = Path("/proc/self/cmdline").read_bytes()
     begin = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[_ARG_START - 2])
@@ -397,10 +385,7 @@ def show_command_line(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def undo_side_effects() -> Iterator[None]:
-    """Restore the environment, warning filters and folder for temporary files after the block.
-
-    Use it for imports that a script would make later, after it may have set what they depend on.
-    """
+    """Restore the environment, warning filters and folder for temporary files after the block."""
     environ = dict(os.environ)
     folder = tempfile.tempdir
     try:
@@ -416,24 +401,19 @@ def undo_side_effects() -> Iterator[None]:
 # --- Running the program as `__main__` ---
 
 
-_CANNOT_OPEN = 2
-"""Exit code of an interpreter that cannot read its script."""
+_CANNOT_OPEN = 2  # exit code of an interpreter that cannot read its script
 _interrupted = False
 
 
 def arm_interruption() -> None:
-    """Make this process end by SIGINT if an interrupt (Ctrl-C) ended its script, as an interpreter does.
-
-    Call this before anything else registers a function with `atexit`: functions registered later run earlier.
-    """
+    """Make this process end by SIGINT if Ctrl-C ended its script. Functions registered later run earlier."""
     atexit.register(_end_by_sigint)
 
 
 def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
     """Run a program as `__main__`. Returns when it has ended without an error, else raises SystemExit.
 
-    `kind` is `script` (a file, or a folder or archive with a `__main__.py`) or `module`. Any exception is reported as
-    an interpreter would.
+    `kind` is `script` (a file, or a folder or archive with a `__main__.py`) or `module`.
     """
     sys.argv = [target, *arguments]
     sys.orig_argv = [*sys.orig_argv[:1], *command_line(kind, target, arguments)]
@@ -517,10 +497,7 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
 
 
 def _is_usual_hook(hook: Any) -> bool:
-    """Return whether an exception hook is the interpreter's, rather than the script's or an error reporter's.
-
-    `torch.distributed.init_process_group` wraps the hook in one that starts each line with the rank.
-    """
+    """Return whether an exception hook is the interpreter's, perhaps wrapped by torch, which adds the rank."""
     if hook is sys.__excepthook__:
         return True
     if getattr(hook, "__module__", "") != "torch.distributed.distributed_c10d":

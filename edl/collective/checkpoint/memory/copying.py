@@ -189,7 +189,6 @@ class TensorCopier:
         self._copy_pieces(self._plan(targets, sources))
 
     def close(self) -> None:
-        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -278,7 +277,6 @@ class SlotWriter:
         return captured.holders
 
     def close(self) -> None:
-        """Release the views of slots, and stop the threads."""
         self._views.clear()
         self._copier.close()
 

@@ -59,15 +59,12 @@ class ReplicaFolder:
     path: Path
 
     def slot_prefix(self, node: str, local_rank: int) -> Path:
-        """Return the prefix of the slots for the state of another node's worker."""
         return self.path / f"{node}-{local_rank}"
 
     def slot_prefixes(self) -> list[Path]:
-        """Return the prefixes of all states that are here."""
         return sorted({path.with_suffix("") for path in self.path.glob("*-*.[01]")})
 
     def find_replicas(self) -> list[CompleteSlot]:
-        """Return all complete states of other nodes' workers."""
         return [slot for prefix in self.slot_prefixes() for slot in find_slots(prefix)]
 
     def request_newer_than(self, newer_than: StateVersion | None) -> None:
@@ -80,7 +77,6 @@ class ReplicaFolder:
         draft.rename(self._word)
 
     def requested_version(self) -> StateVersion | None:
-        """Return the version that `request_newer_than` was called with."""
         with contextlib.suppress(OSError, ValueError):
             generation, step, world = map(int, self._word.read_text().split())
             return generation, step, world
@@ -156,7 +152,6 @@ class ReplicaSlots:
         return bool(held)
 
     def find_replicas(self) -> list[CompleteSlot]:
-        """Return the states of other nodes' workers that can be restored from here."""
         return self._folder.find_replicas()
 
     def drop_newer_than(self, version: StateVersion) -> None:
@@ -167,5 +162,4 @@ class ReplicaSlots:
             self.slots.keep_only_slot(older[0])
 
     def close(self) -> None:
-        """Release the memory; the states stay."""
         self.slots.close()

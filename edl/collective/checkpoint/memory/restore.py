@@ -73,7 +73,6 @@ class RestorePlan:
     from_replicas: bool = False  # whether some part is in no rank's own slots, but only in a replica, which may be old
 
     def matches_slot(self, header: SlotHeader, part: int) -> bool:
-        """Return whether a slot holds the part of rank `part` of this state."""
         return (header.generation, header.step, header.world, header.rank) == (
             self.generation,
             self.step,
@@ -379,7 +378,6 @@ def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group
 
 
 def _send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, group: Group) -> None:
-    """Send a slot's contents to another rank, which calls `_receive_slot`."""
     row = [header.generation, header.step, header.world, header.rank, header.sharded, data.numel()]
     send_bytes(to_json(row), dst, group)
     send_bytes(meta, dst, group)
@@ -387,7 +385,6 @@ def _send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, gr
 
 
 def _receive_slot(slots: SlotPair, src: int, group: Group) -> None:
-    """Receive a slot's contents from rank `src` into the older slot here."""
     head, meta = (receive_bytes(src, group) for _ in range(2))
     generation, step, world, rank, sharded, nbytes = map(int, from_json(head))
     _, memory = slots.begin_write(nbytes, len(meta))

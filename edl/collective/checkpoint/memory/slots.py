@@ -72,7 +72,6 @@ class SlotHeader:
 
     @property
     def version(self) -> StateVersion:
-        """Generation, step and world of the state."""
         return self.generation, self.step, self.world
 
 
@@ -88,17 +87,14 @@ class SlotPage:
 
     @property
     def meta_offset(self) -> int:
-        """Offset of the metadata in the file."""
         return meta_offset(self.data_nbytes)
 
     @property
     def end(self) -> int:
-        """Number of bytes that the file must have."""
         return self.meta_offset + self.meta_nbytes
 
 
 def meta_offset(data_nbytes: int) -> int:
-    """Return the offset of the metadata after `data_nbytes` bytes of tensors."""
     return -(-(HEADER_NBYTES + data_nbytes) // _ALIGN) * _ALIGN
 
 
@@ -221,7 +217,6 @@ class PinnedSlot(SlotCopy):
 
 
 def slot_paths(prefix: Path) -> tuple[Path, Path]:
-    """Return the files of a worker's slots."""
     return prefix.with_name(prefix.name + ".0"), prefix.with_name(prefix.name + ".1")
 
 
@@ -293,7 +288,6 @@ def slot_nbytes(prefix: Path) -> int:
 
 
 def read_slot(path: Path) -> CompleteSlot | None:
-    """Return the slot in `path` if it is complete."""
     try:
         with path.open("rb", buffering=0) as file:
             page = file.read(HEADER_NBYTES)
@@ -368,7 +362,6 @@ class SlotPair:
         return cls(prefix) if prefix is not None else cls(new_private_prefix(), private=True)
 
     def find_complete(self) -> list[CompleteSlot]:
-        """Return the complete slots, newest first."""
         return find_slots(self.prefix)
 
     def begin_write(self, data_nbytes: int, meta_nbytes: int) -> tuple[int, mmap.mmap]:
@@ -414,7 +407,6 @@ class SlotPair:
 
     @property
     def has_marked_slot(self) -> bool:
-        """Whether a state that was marked for storage is not stored yet."""
         return marked_path(self.prefix).exists()
 
     def remove_mark(self) -> None:
@@ -430,7 +422,6 @@ class SlotPair:
             _invalidate(found)
 
     def close(self) -> None:
-        """Release the memory, and remove private slots."""
         self._closed = True
         self._maps = [None, None]
         self._by_inode.clear()
@@ -445,7 +436,6 @@ class SlotPair:
         new.replace(marked_path(self.prefix))
 
     def _replace_pinned_file(self, number: int) -> None:
-        """Use a new file for a slot whose file has a second name."""
         path = self._paths[number]
         try:
             pinned = path.stat().st_nlink > 1
@@ -467,7 +457,6 @@ class SlotPair:
         self._by_inode = {inode: memory for inode, memory in self._by_inode.items() if inode in left}
 
     def newest_slot(self) -> CompleteSlot | None:
-        """Return the complete slot that was written last."""
         return max((slot for slot in map(read_slot, self._paths) if slot), key=lambda slot: slot.sequence, default=None)
 
     def _map_slot(self, number: int, nbytes: int) -> mmap.mmap:

@@ -37,7 +37,6 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module that the user wrote, without wrappers."""
     return layers(module)[-1]
 
 
@@ -47,7 +46,6 @@ Names = Mapping[int, str]
 
 
 def field_kind(value: Any) -> FieldKind:
-    """Return which kind of field a value is."""
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, torch.optim.Optimizer):
@@ -85,7 +83,6 @@ def _shard_again(module: nn.Module) -> None:
 
 
 def field_form(value: Any, names: Names) -> Any:
-    """Return the field as plain values and tensors."""
     if isinstance(value, nn.Module):
         return dict(unwrapped(value).state_dict())
     if isinstance(value, torch.optim.Optimizer):

@@ -56,7 +56,6 @@ def capture_random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore the generators' states that `capture_random_states` returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(states["numpy"])
@@ -66,7 +65,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def is_stateful_loader(value: Any) -> bool:
-    """Return whether the value is a `StatefulDataLoader` of torchdata."""
     # Another thread may be importing torchdata right now; then no such loader exists yet.
     kind = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
     return kind is not None and isinstance(value, kind)
@@ -309,7 +307,6 @@ class _Reader:
 
 
 def has_state(value: Any) -> bool:
-    """Return whether the value has a `state_dict` that can be loaded."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 

@@ -87,7 +87,6 @@ class CapturedState:
 
     @property
     def data_nbytes(self) -> int:
-        """Length of the data in bytes."""
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
 
@@ -160,7 +159,6 @@ class State:
         del self._fields[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of the fields."""
         return iter(self._fields)
 
     def register_adjust_function(self, adjust: Adjust) -> Adjust:
@@ -225,7 +223,7 @@ class State:
         if self._rng:
             gathered.scope = "local"
             local[_RNG] = encode(capture_random_states(), gathered, (_RNG,))
-        entries = gathered.entries()
+        entries = tuple(gathered.entries)
         holders = frozenset([rank_of(None)]) if per_rank else gathered.holders
         laid_out = (entries, gathered.layouts, holders)
         if laid_out != self._table[0]:
@@ -255,7 +253,6 @@ class State:
                 raise unrestorable_error(entry, layouts[entry.layout])
 
     def _live_tensors(self, wanted: Collection[str]) -> LiveTensors:
-        """Return the live tensors of the `wanted` fields, and their meshes."""
         in_place: dict[str, torch.Tensor] = {}
         alike: dict[str, torch.Tensor] = {}
         parameters: dict[str, torch.Tensor] = {}
@@ -308,7 +305,6 @@ class StateRestore:
 
     @property
     def targets(self) -> dict[str, RestoreTarget]:
-        """The tensors to fill, by key."""
         return self._targets
 
     def fill_tensor(self, entry: TensorEntry, part: torch.Tensor) -> None:
@@ -326,7 +322,6 @@ class StateRestore:
                 self.fill_tensor(entry, view_of(data, entry))
 
     def finish(self) -> None:
-        """Load the restored values into all fields."""
         lacking = [target.key for target in self._targets.values() if target.missing]
         if lacking:
             raise ProtocolError(f"{len(lacking)} tensors are incomplete in the saved state, among them {lacking[0]}")

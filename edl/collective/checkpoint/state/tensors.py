@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from edl.collective.checkpoint.encoding import (
+    ALIGN,
     MAX_DEPTH,
     Path,
     Scope,
@@ -29,7 +30,6 @@ from edl.collective.checkpoint.encoding import (
     TensorEntry,
     box_overlap,
     dotted,
-    tensor_offsets,
 )
 from edl.collective.ranks import byte_tensor
 from edl.errors import ProtocolError, SettingsError
@@ -38,7 +38,6 @@ Shape = tuple[int, ...]
 
 
 def is_sharded(tensor: object) -> bool:
-    """Return whether the object is a `DTensor`."""
     # Another thread, such as the one that stores, may be importing DTensor right now; then none exists yet.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
@@ -171,9 +170,6 @@ class LiveMeshes:
         return made
 
 
-_Row = tuple[str, str, Shape, Shape, Shape, Scope, int, str, int]
-
-
 @dataclass
 class TensorCollector:
     """Collects the tensors that the encoding of a state leaves out."""
@@ -187,7 +183,8 @@ class TensorCollector:
     layouts: list[ShardLayout] = field(default_factory=list)  # layouts of the sharded tensors
     # Ranks that hold the same parts of all sharded tensors; empty if none is sharded
     holders: frozenset[int] = frozenset()
-    _rows: list[_Row] = field(default_factory=list)
+    entries: list[TensorEntry] = field(default_factory=list)  # the table of the collected tensors
+    _end: int = 0
     _keys: set[str] = field(default_factory=set)
     _known: dict[Any, tuple[int, frozenset[int]]] = field(default_factory=dict)
 
@@ -210,17 +207,14 @@ class TensorCollector:
         scope: Scope = "shard" if is_sharded(tensor) and self.scope == "replicated" else self.scope
         dtype = str(local.dtype).removeprefix("torch.")
         place = (tuple(local.shape), tuple(tensor.shape), starts)
-        number, holders = self._layout_of(tensor)
+        layout, holders = self._layout_of(tensor)
         if scope == "shard":
             self.holders = self.holders & holders if self.holders else holders
-        self._rows.append((key, dtype, *place, scope, local.nbytes, local.device.type, number))
+        entry = TensorEntry(key, dtype, *place, scope, self._end, local.nbytes, local.device.type, layout)
+        self._end += -(-local.nbytes // ALIGN) * ALIGN
+        self.entries.append(entry)
         self.tensors.append(local)
         return len(self.tensors) - 1
-
-    def entries(self) -> tuple[TensorEntry, ...]:
-        """Return the table of the collected tensors."""
-        offsets = tensor_offsets([row[6] for row in self._rows])
-        return tuple(TensorEntry(*row[:6], offset, *row[6:]) for row, offset in zip(self._rows, offsets, strict=True))
 
     def _layout_of(self, tensor: Any) -> tuple[int, frozenset[int]]:
         """Return the number of a tensor's layout, -1 if it is not sharded, and the ranks that hold the same part."""
@@ -273,7 +267,6 @@ class RestoreTarget:
 
     @classmethod
     def for_tensor(cls, key: str, value: torch.Tensor) -> RestoreTarget:
-        """Return a target that fills `value`, or this rank's part of it."""
         local, starts = local_box(value)
         return cls(key, value, local, starts, local.numel())
 
@@ -303,7 +296,6 @@ class LiveTensors:
     meshes: LiveMeshes  # meshes over which any of these is sharded
 
     def restore_target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:
-        """Return the target for the tensor that `entry` describes."""
         return RestoreTarget.for_tensor(entry.key, self._value(entry, layout))
 
     def _value(self, entry: TensorEntry, layout: ShardLayout | None) -> torch.Tensor:

@@ -89,7 +89,6 @@ def _flatten_fields(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any]
 
 
 def pack_dcp_metadata(pieces: Iterable[RankManifest]) -> bytes:
-    """Return the contents of DCP's `.metadata` file for a checkpoint."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[Any, ...]] = {}

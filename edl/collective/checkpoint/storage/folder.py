@@ -56,7 +56,7 @@ def run_name(run: int) -> str:
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
 _FORMAT: Final = 1  # a checkpoint with another number is refused, because this version could not read it
-_NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?")
+_NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)\.r-([0-9a-f]{16})")
 
 
 @dataclass(frozen=True, order=True)
@@ -64,18 +64,17 @@ class CheckpointName:
     """Name of a checkpoint. Names sort from old to new: by step, then by when the run began."""
 
     step: int  # last finished step
-    run: str  # name of the run, 16 hexadecimal digits; empty for checkpoints that older versions wrote
+    run: str  # name of the run, 16 hexadecimal digits
     generation: int  # generation of the world, counted within the run
 
     def __str__(self) -> str:
-        run = f".r-{self.run}" if self.run else ""
-        return f"step-{self.step}.g-{self.generation}{run}"
+        return f"step-{self.step}.g-{self.generation}.r-{self.run}"
 
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
         """Return the checkpoint name that a folder's name represents, or None if it is something else."""
         match = _NAME.fullmatch(text)
-        return None if match is None else cls(int(match[1]), match[3] or "", int(match[2]))
+        return None if match is None else cls(int(match[1]), match[3], int(match[2]))
 
 
 def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
@@ -85,17 +84,14 @@ def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
     earlier generation did from there on is no longer part of the training, even if it got further.
     """
     ordered = sorted(names, reverse=True)
-    reached: dict[str, list[CheckpointName]] = {}
-    for name in ordered:
-        reached.setdefault(name.run, []).append(name)
-    abandoned = {
-        name
-        for run, of_run in reached.items()
-        if run  # without a run's name, generations of different runs cannot be compared
-        for name in of_run
-        if any(later.generation > name.generation and later.step <= name.step for later in of_run)
-    }
-    return [name for name in ordered if name not in abandoned] + [name for name in ordered if name in abandoned]
+
+    def is_abandoned(name: CheckpointName) -> bool:
+        return any(
+            later.run == name.run and later.generation > name.generation and later.step <= name.step
+            for later in ordered
+        )
+
+    return sorted(ordered, key=is_abandoned)
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,6 @@ class FileDigest:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> FileDigest:
-        """Return the digest of a file with these contents."""
         return cls(len(data), zlib.crc32(data))
 
 
@@ -123,20 +118,17 @@ class RankManifest:
     values: dict[str, tuple[int, int]]  # offset and length of each plain value (rank 0 only), by key
     paths: dict[str, tuple[Any, ...]]  # path in the nested state of each tensor and value (rank 0 only), by key
     meta: Any  # metadata of the rank's state, as parsed JSON
-    run: str = ""  # name of the run
+    run: str  # name of the run
 
     @staticmethod
     def file_name(rank: int) -> str:
-        """Return the name of the file that contains a rank's manifest."""
         return f"piece-{rank}.json"
 
     def pack(self) -> bytes:
-        """Return the manifest as JSON."""
         return to_json({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def parse(cls, data: bytes) -> RankManifest:
-        """Parse a rank's manifest."""
         form = _form(data)
         try:
             return cls(
@@ -148,7 +140,7 @@ class RankManifest:
                 values={key: (int(offset), int(length)) for key, (offset, length) in form["values"].items()},
                 paths={key: tuple(path) for key, path in form["paths"].items()},
                 meta=form["meta"],
-                run=str(form.get("run", "")),
+                run=str(form["run"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ProtocolError(f"a piece of a checkpoint cannot be read: {exc!r}") from exc
@@ -162,20 +154,18 @@ class Manifest:
     generation: int
     world: int
     files: dict[str, FileDigest]
-    run: str = ""
+    run: str
 
     def pack(self) -> bytes:
-        """Return the manifest as JSON."""
         return to_json({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Parse a manifest."""
         form = _form(data)
         try:
             files = {str(name): FileDigest(**digest) for name, digest in form["files"].items()}
             step, generation, world = (int(form[key]) for key in ("step", "generation", "world"))
-            return cls(step, generation, world, files, run=str(form.get("run", "")))
+            return cls(step, generation, world, files, run=str(form["run"]))
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ProtocolError(f"a manifest cannot be read: {exc!r}") from exc
 
@@ -211,11 +201,9 @@ class ChecksumWriter(io.RawIOBase):
         """The first error of the file system, which torch turns into another error."""
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. Returns its number of bytes."""
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), _CHUNK_NBYTES):  # torch writes a whole tensor at once, however large
             chunk = view[begin : begin + _CHUNK_NBYTES]
@@ -231,12 +219,10 @@ class ChecksumWriter(io.RawIOBase):
         return len(view)
 
     def tell(self) -> int:
-        """Return the number of bytes written so far."""
         return self._size
 
     @property
     def digest(self) -> FileDigest:
-        """The digest of everything written so far."""
         return FileDigest(self._size, self._crc)
 
 
@@ -282,7 +268,6 @@ class CheckpointFolder:
         self._local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def check_writable(self) -> None:
-        """Write a file, and remove it."""
         path = f"{self._root.rstrip('/')}/.edl-{secrets.token_hex(4)}"
         with _translated():
             self._fs.makedirs(self._root, exist_ok=True)
@@ -296,7 +281,6 @@ class CheckpointFolder:
         return newest_first(name for name in found if name is not None)
 
     def make_checkpoint_folder(self, name: CheckpointName) -> None:
-        """Create the folder of a checkpoint."""
         with _translated():
             self._fs.makedirs(self._path(name), exist_ok=True)
 
@@ -343,7 +327,6 @@ class CheckpointFolder:
         return summed
 
     def read_file(self, name: CheckpointName, file: str) -> bytes:
-        """Return the contents of a file."""
         with _translated():
             data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}")
         return data
@@ -374,7 +357,6 @@ class CheckpointFolder:
         return manifest
 
     def is_published(self, name: CheckpointName) -> bool:
-        """Return whether the checkpoint is complete."""
         return MANIFEST in self.list_files(name)
 
     def publish_checkpoint(self, name: CheckpointName, manifest: Manifest) -> None:

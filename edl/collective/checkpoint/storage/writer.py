@@ -348,13 +348,11 @@ class CheckpointPersister:
             self._loop = BackgroundLoop("edl-storing", self._poll_and_store)
 
     def set_run(self, name: str) -> None:
-        """Set the name of the slots' run, once all ranks have agreed on it."""
         if self._run_name != name:
             self._run_name = name
             self.wake()
 
     def wake(self) -> None:
-        """Check for a marked state now."""
         if self._loop is not None:
             self._loop.wake()
 

@@ -105,19 +105,6 @@ def test_wrong_usage(
     assert said.count("\n") == 1
 
 
-def test_takeover_timeout_is_read(folders: tuple[Path, Path]) -> None:
-    argv = ["--nnodes", "1:2", "--rdzv-id", "job", str(folders[0] / "train.sh")]
-
-    def takeover_s(conf: dict[str, str]) -> float:
-        with ExitStack() as stack:
-            return _launch(parse_options(argv, None), conf, "sqlite:///store", stack).rendezvous.takeover_s
-
-    assert takeover_s({}) == 10.0
-    assert takeover_s({"takeover_timeout": "45"}) == 45.0
-    with pytest.raises(SettingsError, match="takeover_timeout"):
-        takeover_s({"takeover_timeout": "soon"})
-
-
 @pytest.mark.parametrize("url", ["kept", "s3://bucket/kept"])
 def test_scripts_may_change_the_folder(url: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folders[0])
@@ -480,15 +467,6 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
-
-
-def test_old_files_are_removed(tmp_path: Path) -> None:
-    name_of(tmp_path, ends=True)
-    (path,) = tmp_path.iterdir()
-    os.utime(path, (0, 0))
-    name_of(tmp_path, ends=True, step=replace(STEP, job=18))
-    assert not path.exists()
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link", "link", "writable"])

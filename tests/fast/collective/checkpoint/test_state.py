@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from edl.collective.checkpoint.encoding import TensorEntry, decode, encode, from_json, parse_meta
+from edl.collective.checkpoint.encoding import decode, encode, from_json, parse_meta
 from edl.collective.checkpoint.state.state import CapturedState, State, WorldChange
-from edl.collective.checkpoint.state.tensors import LiveMeshes, LiveTensors, view_of
+from edl.collective.checkpoint.state.tensors import view_of
 from edl.errors import ProtocolError, SettingsError
 
 DTYPES = [
@@ -264,22 +264,6 @@ def test_what_would_not_come_back_is_refused() -> None:
     for names in ({"per_rank": "stream"}, {"local": ["strem"]}):
         with pytest.raises(SettingsError, match=f"names {'a, e, m, r, s, t' if 'per_rank' in names else 'strem'}, but"):
             State(rng=False, stream=3, **names).capture()
-
-
-def test_tensors_come_back_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of an accelerator, the device `meta` is there, or none; tensors on it can be made on any machine."""
-    saved = TensorEntry("a.b", "float32", (2,), (2,), (0,), "replicated", 0, 8, device="meta")
-
-    def place(alike: torch.Tensor | None = None) -> str:
-        live = LiveTensors({}, {} if alike is None else {"a.b": alike}, {}, LiveMeshes([]))
-        return live.restore_target(saved, None).value.device.type
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
-    assert place() == "meta"
-    assert place(torch.ones(2)) == "cpu", "where the script has such a one already"
-    assert place(torch.ones(3)) == "meta"
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert place() == "cpu"
 
 
 def test_listed_parameters_stay_the_same() -> None:

@@ -15,7 +15,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of paddle's own imports
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
-from edl.collective.agent import launch_spec
 from edl.collective.agent.launch_spec import ReservedPorts
 from edl.collective.agent.worker_group import paddle_environment
 from edl.collective.checkpoint.memory.slots import SlotPair
@@ -56,12 +55,6 @@ def test_reserved_ports_are_the_trainers() -> None:
                 trainer.listen()
     finally:
         reserved.close()
-
-
-def test_gpu_build_is_known_unimported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not launch_spec.has_gpu_build()
-    monkeypatch.setattr(launch_spec.metadata, "distribution", lambda name: name)
-    assert launch_spec.has_gpu_build()
 
 
 # --- State. ---

@@ -40,7 +40,7 @@ from edl.collective.replica.replicator import (
     replica_peer,
 )
 from edl.discovery import Store
-from edl.errors import ProtocolError, SettingsError, TemporaryError
+from edl.errors import ProtocolError, TemporaryError
 from edl.protocol.tls import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority, Pair
@@ -490,23 +490,8 @@ def test_stranger_is_refused(
     assert receiver.folder.slot_prefixes() == []
 
 
-def test_only_the_sender_speaks_tls(tmp_path: Path, receiver: Receiver) -> None:
-    with pytest.raises(ProtocolError, match="set TLS on all nodes or on none"):
-        receiver.send(keep(tmp_path / "kept", 7), tls=tls_of(tmp_path / "sender"))
-    assert receiver.steps() == []
-
-
 def test_silent_caller_does_not_delay_close(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
     receiver = receive(tls=tls_of(tmp_path / "tls"), operation_s=DEADLINE_S)
     with socket.create_connection(("127.0.0.1", receiver.server.port)):
         receiver.server.close()
     assert receiver.said == []
-
-
-@pytest.mark.parametrize("missing", [("ca",), ("cert", "key")])
-def test_all_three_files_are_wanted(tmp_path: Path, missing: tuple[str, ...]) -> None:
-    told = {"ca": CA.save(tmp_path), **GOOD.save(tmp_path)}
-    for name in missing:
-        del told[name]
-    with pytest.raises(SettingsError, match="needs all of --tls-ca, --tls-cert and --tls-key"):
-        PeerTLS(Credentials(**told))

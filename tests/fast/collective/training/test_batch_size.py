@@ -318,12 +318,6 @@ def test_nobody_has_one_sample_alone(samples: int, world: int, most: int | None)
             assert len(micro) >= (parts if parts > 1 else 1)
 
 
-@pytest.mark.parametrize(("world", "rank"), [(0, 0), (2, 2), (2, -1)])
-def test_rank_outside_the_world_is_refused(world: int, rank: int) -> None:
-    with pytest.raises(SettingsError, match=f"rank={rank} of world={world}"):
-        rank_share(10, world, rank)
-
-
 LENGTHS = st.integers(1, 120)
 BATCHES = st.integers(1, 50)
 TAILS = st.sampled_from(["keep", "pad", "drop"])

@@ -38,11 +38,9 @@ from edl.collective.agent.health.node_check import (
     summarize_rounds,
 )
 from edl.collective.agent.health.node_probe import (
-    agree_on_gpus,
     check_copies,
     check_products,
     check_sum,
-    find_devices,
 )
 from edl.collective.agent.health.peer_monitor import Address, PeerConnections, choose_peers
 from edl.collective.job_records import JobState, Member, World
@@ -77,13 +75,6 @@ def spoiled(function: Callable[..., Any], at_call: int) -> Callable[..., Any]:
     return fake
 
 
-def test_all_gpus_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_devices() == [CPU]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert find_devices() == [torch.device("cuda", index) for index in range(3)]
-
-
 def test_wrong_product_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_products(CPU) > 0
     monkeypatch.setattr(torch, "matmul", spoiled(torch.matmul, at_call=20))
@@ -113,24 +104,6 @@ def test_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
             check_sum(make_group, HashStore(), [])
     finally:
         dist.destroy_process_group()
-
-
-def test_each_gpu_adds_up_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[str, str]] = []
-
-    def make(backend: str, store: Store, device: torch.device) -> None:
-        made.append((backend, str(device)))
-        raise EDLError("no GPU")
-
-    with pytest.raises(EDLError, match="no GPU"):
-        check_sum(make, HashStore(), [torch.device("cuda", 0), torch.device("cuda", 1)])
-    assert made == [("nccl", "cuda:0")]
-    store = HashStore()
-    store.set("gpus/1", "4")
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert agree_on_gpus(store, 0, 2, 8) == 4
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert agree_on_gpus(store, 0, 2, 8) == 0
 
 
 GOOD = CheckRoundResult("cpu", 1.0, 0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import queue
 import signal
@@ -11,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import pytest
 import torch
 
 from edl.collective.agent.processes import preload as preload_module
-from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost, find_holders, wait_for_release
+from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.preload import ProgramImports, find_fork_hazard, preload_modules, scan_imports
 from edl.collective.agent.processes.stack_dump import dump_stacks
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
@@ -259,28 +257,6 @@ def test_signal_taken_by_the_script(tmp_path: Path) -> None:
         assert all("may use SIGUSR2 itself" in text for text in texts)
 
 
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, in a group of its own, that has a file open."""
-    with (tmp_path / "nvidia3").open("w") as device:
-        sleeping = subprocess.Popen(["sleep", "1000"], pass_fds=[device.fileno()], start_new_session=True)
-    yield sleeping
-    sleeping.kill()
-    sleeping.wait()
-
-
-def test_holders_are_found_by_open_device(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    devices = (f"{tmp_path}/nvidia[0-9]*",)
-    holders = find_holders([process.pid], devices)
-    assert list(holders) == [process.pid]
-    assert find_holders([os.getpgrp() + 1_000_000], devices) == {}
-    assert find_holders([process.pid], (f"{tmp_path}/kfd",)) == {}, "a host without a GPU"
-    assert not wait_for_release(holders, 0.0), "it holds it as long as it lives"
-    assert wait_for_release({process.pid: "1"}, 0.0), "another process of the same number is not meant"
-    process.kill()
-    assert wait_for_release(holders, math.inf), "a zombie holds nothing"
-
-
 ROOTS = ("torch", "numpy", "edl")
 
 
@@ -438,18 +414,6 @@ def test_modules_that_a_fork_would_break(modules: Path, monkeypatch: pytest.Monk
     assert "e_fine" in sys.modules
     assert os.environ.pop("E_SET") == "1"
     assert type(os.environ).__name__ == "_Environ"
-
-
-def test_threads_of_native_code_are_seen() -> None:
-    before = preload_module._tasks()
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    try:
-        assert preload_module._has_new_threads(before)
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_an_openmp_pool_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

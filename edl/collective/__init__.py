@@ -19,13 +19,7 @@ if TYPE_CHECKING:
     from edl.collective.training.sampler import ElasticSampler
     from edl.collective.training.trainer import ElasticTrainer
 
-__all__ = [
-    "Checkpointer",
-    "ElasticSampler",
-    "ElasticTrainer",
-    "Evaluator",
-    "State",
-]
+__all__ = ["Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State"]
 
 _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",

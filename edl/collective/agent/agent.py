@@ -139,9 +139,6 @@ class Agent:
             return woken
 
 
-# --- Before the node joins ---
-
-
 def _join_job(context: AgentContext) -> int | None:
     code = _check_job_state(context)
     if code == ExitCode.DONE:

@@ -73,9 +73,6 @@ def _row(count: int) -> list[socket.socket]:
     return row
 
 
-# --- The specification and the environment ---
-
-
 MasterEndpoint: TypeAlias = "TCPStore | ReservedPorts"  # where the ranks of a generation meet, while the object lives
 
 

@@ -69,9 +69,6 @@ class Exclusions:
         self._store.delete(self._key)
 
 
-# --- A node's records in the Store ---
-
-
 _RENEWAL_RETRY_S: Final = 2.0
 """How long after its lease's end a member may return once the store answers: a client's longest pause between two
 attempts. With less, returning members are dropped; with more, all wait longer for the dead."""

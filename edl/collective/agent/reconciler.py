@@ -19,13 +19,7 @@ from edl.collective.agent.health.failures import HANGING, ExitCause, RecoveryDec
 from edl.collective.agent.health.peer_monitor import choose_peers
 from edl.collective.agent.launch_spec import MasterEndpoint, open_master_endpoint
 from edl.collective.agent.node_records import REMEDY, Exclusions, JobRecords, host_key
-from edl.collective.agent.rendezvous import (
-    ChangeTimer,
-    LocalObservation,
-    failed_world,
-    is_join_deferred,
-    next_world,
-)
+from edl.collective.agent.rendezvous import ChangeTimer, LocalObservation, failed_world, is_join_deferred, next_world
 from edl.collective.agent.worker_group import pause_needs_s, pause_step
 from edl.collective.checkpoint.memory.slots import slot_nbytes
 from edl.collective.goodput import TimeCategory
@@ -206,8 +200,6 @@ class NodeReconciler:
     def workers_may_run_until(self) -> float:
         """How long this node's workers may continue if the store stops answering (`time.monotonic()`)."""
         return time.monotonic() - self._membership.without_lease_s + self._alone_s
-
-    # --- The record of the job ---
 
     def _start_generation(self, world: World, position: int) -> None:
         """Replace this node's workers by those of a new generation, in which the node is at `position`."""
@@ -462,8 +454,6 @@ class NodeReconciler:
             forgives=decision.after_error,
             dead=self._context.host.dead,
         )
-
-    # --- The record of this node ---
 
     def _update_own_record(self, world: World) -> None:
         node = self._membership.node

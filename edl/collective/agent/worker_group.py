@@ -69,9 +69,6 @@ def _usual_step_s(statuses: Collection[WorkerStatus]) -> float | None:
     return statistics.median(durations) if durations else None
 
 
-# --- The agent's heartbeat ---
-
-
 _INTERVAL_S: Final = 0.2  # between two beats: several fit into a lease, so a late beat stops no worker
 
 
@@ -214,14 +211,8 @@ def worker_forks(
         environ["EDL_STDOUT"] = files.stdouts.get(local_rank, "")
         environ["EDL_STDERR"] = files.stderrs.get(local_rank, "")
         environ["TORCHELASTIC_ERROR_FILE"] = files.error_files[local_rank]
-        result[local_rank] = ForkRequest(
-            environ,
-            stacks=str(host.stacks(local_rank)),
-        )
+        result[local_rank] = ForkRequest(environ, stacks=str(host.stacks(local_rank)))
     return result, files
-
-
-# --- This node's workers through the generations ---
 
 
 _STOPPED_S: Final = 1.0  # how long a worker may be stopped: a debugger stops a process within it, while all ranks wait
@@ -377,12 +368,7 @@ class WorkerGroup:
             page.request_pause(step)
 
     def judge_failures(
-        self,
-        forgiven: int,
-        others_ended: Collection[int] = (),
-        *,
-        missing: bool = False,
-        known_at: float = math.inf,
+        self, forgiven: int, others_ended: Collection[int] = (), *, missing: bool = False, known_at: float = math.inf
     ) -> RecoveryDecision | None:
         """Decide what follows from the failures of this generation (`GenerationOutcome.decide_recovery`)."""
         if not self.running or self.terminating:
@@ -398,8 +384,6 @@ class WorkerGroup:
 
     def _progress(self) -> Progress:
         return Progress(self.last_step, sum(status.finished for status in self.read_statuses()))
-
-    # --- Workers that neither work nor end ---
 
     def check_workers(self) -> None:
         if not self.running or self.terminating:
@@ -450,8 +434,6 @@ class WorkerGroup:
         if found is not None:
             rank = self.first_rank + found[0]
             self._outcome.record_stuck_worker(rank, f"{HANGING}: rank {rank}, {found[1]}")
-
-    # --- Internals ---
 
     def _clear_generation(self) -> None:
         self._outcome.clear_generation()

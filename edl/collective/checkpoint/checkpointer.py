@@ -1,8 +1,7 @@
 """Saving a job's state every few steps, into memory that outlives the worker, and restoring it from there.
 
-`Checkpointer` is what a training loop calls after every step. A save copies the state into one of two slots of shared
-memory, so training waits only for the copy. Storage is written from the slots in the background, by the node's agent or
-by a thread of this process. `SaveSchedule` decides after which steps to save; all ranks must agree on these.
+A save copies the state into one of two slots of shared memory, so training waits only for the copy. Storage is written
+from the slots in the background, by the node's agent or by a thread of this process.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SaveSchedule:
-    """Counts steps to the next save. All ranks of a world must agree on the next step, or they save different steps.
-
-    Set exactly one of `overhead`, `interval_s` and `interval_steps`.
-    """
+    """Counts steps to the next save. All ranks of a world must agree on the next step, or they save different steps."""
 
     overhead: float | None = None  # largest fraction of the time that saving may cost
     interval_s: float | None = None  # seconds between two saves
@@ -60,8 +56,7 @@ class SaveSchedule:
     def propose_steps(self, step_s: float, save_s: float) -> int:
         """Return how many steps this rank proposes until the next save.
 
-        A step takes `step_s` seconds without saving, and the last save took `save_s` seconds. The first save does not
-        count, because it also allocates the memory.
+        The first save does not count, because it also allocates the memory.
         """
         if self.interval_steps is not None:
             return self.interval_steps
@@ -73,12 +68,10 @@ class SaveSchedule:
         return _steps(save_s * (1 - self.overhead) / (self.overhead * step_s) if step_s > 0 else 1)
 
     def set_next_save(self, step: int, steps: int) -> None:
-        """Plan the next save `steps` after `step`, as all ranks agreed on after saving `step`."""
         self._warm = True
         self.next_step = step + steps
 
     def restart(self) -> None:
-        """Start over in another world or with a restored state: save after the next step."""
         self.next_step = None
         self._warm = False
 
@@ -90,26 +83,14 @@ def _steps(wanted: float) -> int:
     return max(1, math.ceil(min(wanted, _MOST_STEPS)))
 
 
-# --- Saving and restoring ---
-
-
-NO_STEP: Final = -1
-"""The step that `Checkpointer.restore` returns if there is nothing to restore."""
-OVERHEAD: Final = 0.01
-"""Default fraction of the time that saves may take: smaller than the differences between runs on different days."""
-STORE_EVERY_S: Final = 300.0
-"""Default seconds between stored states: the most training time that is lost if all hosts fail at once."""
-PAUSE_S: Final = 60.0
-"""Seconds that a pause waits for the agent: longer than a new worker's imports take on a busy machine."""
-AGENT_S: Final = 600.0
-"""Seconds to wait for a silent agent: one that was stopped by hand or swapped out responds within minutes."""
-CLOSE_S: Final = 600.0
-"""Seconds in which the last state must be stored: enough for tens of gigabytes on a slow storage."""
-_POLL_S: Final = 0.005
-"""Seconds between two checks of the status page during a pause: short next to a recovery, which takes some 100 ms."""
-_UNATTENDED_S: Final = 1.0
-"""Seconds of the agent's silence after which a worker waits: other nodes consider this one dead after a lease of about
-the same length."""
+NO_STEP: Final = -1  # what `Checkpointer.restore` returns if there is nothing to restore
+OVERHEAD: Final = 0.01  # smaller than the differences between runs on different days
+STORE_EVERY_S: Final = 300.0  # the most training time that is lost if all hosts fail at once
+PAUSE_S: Final = 60.0  # longer than a new worker's imports take on a busy machine
+AGENT_S: Final = 600.0  # an agent that was stopped by hand or swapped out responds within minutes
+CLOSE_S: Final = 600.0  # for the last state: enough for tens of gigabytes on a slow storage
+_POLL_S: Final = 0.005  # short next to a recovery, which takes some 100 ms
+_UNATTENDED_S: Final = 1.0  # about the lease after which other nodes consider this one dead
 
 
 class Checkpointer:
@@ -411,7 +392,7 @@ class Checkpointer:
         return result
 
     def _save_again(self, step: int) -> None:
-        """Save a state again that changed after its step was finished; before the first step there is none."""
+        """Save a state again that changed after its step was finished."""
         if step < 0:
             return
         with self._status_page.in_phase(Phase.SAVE):
@@ -439,9 +420,8 @@ class Checkpointer:
     ) -> float:
         """Copy the state after `step` into the older of two slots. Returns the seconds that training waited.
 
-        `persist` marks it for storage. `place` is the number of ranks and this rank; at the end of a job, when there
-        may be no process group, that of the last save. `replica_slots` is given if the state should be kept for a
-        replica.
+        `place` is the number of ranks and this rank: at the end of a job, when there may be no process group, of the
+        last save. `replica_slots` is given if the state should be kept for a replica.
         """
         begin = time.perf_counter()
         header = SlotHeader(self.generation, step, *place, persist=persist)
@@ -518,10 +498,7 @@ class Checkpointer:
         self._status_page.record_resume()
 
     def _await_agent(self) -> None:
-        """Wait for a silent agent, or to be killed: other nodes may consider this one dead and train in its place.
-
-        An agent that dies takes its workers with it, so this never waits for a dead agent.
-        """
+        """Wait for a silent agent, or to be killed: other nodes may consider this one dead and train in its place."""
         logger.warning(
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
         )

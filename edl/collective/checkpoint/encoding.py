@@ -1,17 +1,15 @@
 """Encoding of plain Python values as bytes: exact, and without anything that could execute when it is decoded.
 
 The bytes are JSON. A value that JSON cannot express becomes a JSON object with one key, its tag: `{"tuple": [1, 2]}`.
-Dicts are tagged as well, so their keys may have any type that can be encoded, and a dict can never be mistaken for a
-tag. Large parts, which are tensors and numpy arrays, are not in the bytes. The caller stores them separately, and
-returns them by number when the value is decoded. Only exact types are accepted: a subclass of `int` or `dict` would
-be restored as a different type, so it is refused.
+Dicts are tagged as well, so their keys may have any type, and a dict can never be mistaken for a tag. Tensors and numpy
+arrays are not in the bytes: the caller stores them separately, by number. Only exact types are accepted, as a subclass
+of `int` or `dict` would be restored as a different type.
 
-The metadata of a saved state is a tree of such values and a table of the tensors. Slots, storage and messages to other
-ranks use the same metadata. The entry of a sharded tensor says where its part belongs in the whole, so that a world of
-another size can put the parts together.
+The metadata of a saved state is a tree of such values and a table of the tensors, the same in slots, in storage and in
+messages to other ranks.
 
-No library encodes these: msgpack and its like need the same hooks for each type, and would change the stored files;
-pickle, which `torch.load(weights_only=True)` restricts, does not support parts that are stored elsewhere.
+No library encodes these: msgpack and its like need the same hooks for each type, and pickle, which
+`torch.load(weights_only=True)` restricts, does not support parts that are stored elsewhere.
 """
 
 from __future__ import annotations
@@ -29,19 +27,15 @@ from typing import Any, Final, Literal
 
 from edl.errors import ProtocolError, SettingsError
 
-Path = tuple[Any, ...]
-"""Where in the whole value a part is: names, keys and indices from the outside in."""
+Path = tuple[Any, ...]  # where in the whole value a part is: names, keys and indices from the outside in
 
+# Stores a tensor or numpy array separately. Returns the number by which it is loaded when decoding.
 StoreTensor = Callable[[Any, Path], int]
-"""Stores a tensor or numpy array separately. Returns the number by which it is loaded when decoding."""
 
-LoadTensor = Callable[[int], Any]
-"""Returns the part that was stored under a number: a tensor, or the bytes of a numpy array as uint8."""
+LoadTensor = Callable[[int], Any]  # returns that tensor, or the bytes of that numpy array as uint8
 
-MAX_DEPTH: Final = 64
-"""Largest number of nested containers: below Python's recursion limit. It also catches a value that contains itself."""
-_JSON_INT: Final = 1 << 62
-"""Integers from here on are written as text, because JSON readers other than Python's may expect 64 bits or floats."""
+MAX_DEPTH: Final = 64  # of containers: below Python's recursion limit, and catches a value that contains itself
+_JSON_INT: Final = 1 << 62  # written as text from here on, as other JSON readers may expect 64 bits or floats
 _ARRAY = "array"
 _TENSOR = "tensor"
 _LEAF = "leaf"
@@ -51,13 +45,10 @@ _PARAMETER = "parameter"
 def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
     """Encode a value as JSON.
 
-    It may consist of None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, deque, set,
-    frozenset, numpy scalars, numpy arrays (not of objects), `torch.Size`, `torch.dtype`, `torch.device` and torch
-    tensors (not in sets or as keys), nested at most `MAX_DEPTH` deep. `store_tensor` is called with every tensor and
-    numpy array. `path` is where `value` is, for messages and for `store_tensor`.
+    `store_tensor` is called with every tensor and numpy array. `path` is where `value` is, for messages and for it.
 
     Raises:
-        SettingsError: The value contains another type. The message says where.
+        SettingsError: The value contains a type that cannot be encoded. The message says where.
     """
     return to_json(_encode(value, store_tensor, path))
 
@@ -266,8 +257,7 @@ _DECODERS: Final[dict[str, Callable[[Any, LoadTensor], Any]]] = {
 # --- Metadata of a saved state ---
 
 
-ALIGN: Final = 64
-"""Tensors begin at multiples of this many bytes: a cache line, and enough alignment for every type."""
+ALIGN: Final = 64  # tensors begin at multiples of a cache line
 
 _FORMAT: Final = 1  # a state with another number is refused, because this version could not read it
 
@@ -320,10 +310,6 @@ class StateMetadata:
     holders: tuple[int, ...] = ()  # global ranks that hold the same shards as the rank that saved this
     # Names of fields that belong to one rank alone and must not be lost, such as a position in a stream
     per_rank: frozenset[str] = frozenset()
-
-    @property
-    def data_nbytes(self) -> int:
-        return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     @property
     def sharded(self) -> bool:

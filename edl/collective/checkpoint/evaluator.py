@@ -1,7 +1,6 @@
 """Evaluations that belong to a state of training: run once for each planned step, however often it restarts.
 
-An `Evaluator` is a field of the `State`, so its results and the evaluation in progress survive with the state. After a
-restart, `Checkpointer.restore` repeats an evaluation that was in progress; the ranks first agree on which.
+An `Evaluator` is a field of the `State`, so its results and the evaluation in progress survive with the state.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from edl.collective.ranks import Group, all_reduce_max, gather_bytes, world_of
 from edl.errors import ProtocolError, SettingsError
 
 _VERSION = 1  # of the saved form; any other version is refused
-_NONE_PENDING = -2
-"""Says that no evaluation is pending. Smaller than any step, and than -1, which means before the first step."""
+_NONE_PENDING = -2  # smaller than any step, and than -1, which means before the first step
 
 
 class Evaluator:

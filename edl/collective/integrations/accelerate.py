@@ -1,4 +1,4 @@
-"""Training loops with Hugging Face's Accelerate under `edl run`: their state in memory, and their position in the data.
+"""Training loops with Hugging Face's Accelerate under `edl run`.
 
 Accelerate knows which objects it prepared, but leaves the loop to the script. So `ElasticLoop` takes the objects from
 Accelerate, and the script asks it for epochs and batches.
@@ -18,15 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from edl.collective.checkpoint.state.fields import parameter_names
 from edl.collective.checkpoint.state.loaders import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.state import State
-from edl.collective.integrations.loop_position import (
-    BoundaryCheckpointer,
-    check_order,
-    check_samples,
-    has_workers,
-    make_workers_without_a_draw,
-    order_of,
-    skipping,
-)
+from edl.collective.integrations import loop_position
 from edl.errors import SettingsError
 
 
@@ -41,8 +33,7 @@ class ElasticLoop:
             for batch in loop.batches(loader):
                 ...
 
-    It restores prepared models, optimizers and schedules, the scaler, objects that were registered for checkpointing,
-    random numbers and the position in the data. A step ends with the batch after which gradients are synchronized.
+    A step ends with the batch after which gradients are synchronized.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator, **options: Any) -> None:
@@ -61,7 +52,7 @@ class ElasticLoop:
         if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
             raise SettingsError("only FSDP1 itself can name its shards: use fsdp_version=2")
         self._accelerator: Any = accelerator
-        self._boundary = BoundaryCheckpointer(options)
+        self._boundary = loop_position.BoundaryCheckpointer(options)
         self._place = _Place(accelerator)
         self._used = self._read = self._resuming = False
 
@@ -159,7 +150,7 @@ class ElasticLoop:
         # With a dispatcher, rank 0 reads for all, several batches at a time, so trained batches are read again.
         skips = skips and not isinstance(loader, accelerate.data_loader.DataLoaderDispatcher)
         # A prepared loader starts iterating over its base loader only when it is asked for its first batch.
-        with skipping(base, place.batches) if skips else nullcontext():
+        with loop_position.skipping(base, place.batches) if skips else nullcontext():
             first = [batch for _, batch in zip(range(1 if skips else place.batches + 1), iterator, strict=False)]
         return itertools.chain(first if skips else first[place.batches :], iterator)
 
@@ -214,7 +205,7 @@ class _Place:
 
     def state_dict(self) -> dict[str, Any]:
         loaders = self._accelerator._dataloaders
-        workers = [has_workers(loader) and loader is not self._loader for loader in loaders]
+        workers = [loop_position.has_workers(loader) and loader is not self._loader for loader in loaders]
         own = {name: getattr(self, name) for name in _SAVED}
         return own | {"accumulation": self._accelerator.step, "workers": workers}
 
@@ -224,8 +215,8 @@ class _Place:
             setattr(self, name, saved[name])
         self._accelerator.step = saved["accumulation"]
         for loader, made in zip(self._accelerator._dataloaders, saved["workers"], strict=False):
-            if made and not has_workers(loader):
-                make_workers_without_a_draw(loader)
+            if made and not loop_position.has_workers(loader):
+                loop_position.make_workers_without_a_draw(loader)
 
     def begin(self, loader: Any) -> None:
         self.order, self.samples, self.accumulated = self._describe(loader)
@@ -233,18 +224,22 @@ class _Place:
         self._loader = loader
         generator = _generator_of(loader)
         own = generator.get_state() if generator is not None else None
-        self.draws = {"numbers": capture_random_states(), "generator": own, "workers": has_workers(loader)}
+        self.draws = {
+            "numbers": capture_random_states(),
+            "generator": own,
+            "workers": loop_position.has_workers(loader),
+        }
 
     def go_on(self, loader: Any) -> None:
         order, samples, accumulated = self._describe(loader)
-        check_samples(
+        loop_position.check_samples(
             self.samples,
             samples,
             self._accelerator.num_processes,
             "Set gradient_accumulation_steps by WORLD_SIZE so that batch_size * gradient_accumulation_steps * "
             "WORLD_SIZE stays the same",
         )
-        check_order(self.order, order)
+        loop_position.check_order(self.order, order)
         if accumulated != self.accumulated:
             if self.batches % self.accumulated and not self._accelerator.gradient_state.sync_with_dataloader:
                 raise SettingsError(
@@ -257,7 +252,7 @@ class _Place:
         self.accumulated = accumulated
         self._loader = loader
         if self.draws["workers"]:
-            make_workers_without_a_draw(loader)
+            loop_position.make_workers_without_a_draw(loader)
         if hasattr(loader, "iteration"):
             loader.iteration = self.iteration
         restore_random_states(self.draws["numbers"])
@@ -269,7 +264,7 @@ class _Place:
         """Return the order of the data, the samples of a step, and the batches of a step."""
         alone = self._accelerator.num_processes == 1
         drawn = alone or getattr(loader, "synchronized_generator", None) is not None
-        order = order_of(loader, redrawn=drawn)
+        order = loop_position.order_of(loader, redrawn=drawn)
         if order["sampler"] == "RandomSampler":  # Accelerate draws the order differently for another world size
             order["workers"] = self._accelerator.num_processes
         batches = int(self._accelerator.gradient_accumulation_steps)

@@ -1,10 +1,9 @@
 """Lightning's `Trainer` under `edl run`: `ElasticLightningCallback`.
 
-Lightning's own checkpoints resume at the first batch of an epoch, lack the values logged in it, and follow
-their own rules for calling hooks at its start and end. So Lightning is not told that it restarts. Instead, its loops
-are set to the saved position, and the methods that matter are wrapped. A state is saved before a batch is read,
-so that random numbers that the dataset draws in this process are restored too. The parts that other libraries' loops
-share are in `loop_position`.
+Lightning's own checkpoints resume at the first batch of an epoch, lack the values logged in it, and follow their own
+rules for hooks at its start and end. So Lightning is not told that it restarts: its loops are set to the saved
+position, and the methods that matter are wrapped. A state is saved before a batch is read, so that random numbers that
+the dataset draws in this process are restored too.
 """
 
 from __future__ import annotations
@@ -19,15 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from edl.collective.checkpoint.state.loaders import capture_random_states, is_stateful_loader, restore_random_states
 from edl.collective.checkpoint.state.state import State
-from edl.collective.integrations.loop_position import (
-    BoundaryCheckpointer,
-    check_order,
-    check_samples,
-    has_workers,
-    make_workers_without_a_draw,
-    order_of,
-    skipping,
-)
+from edl.collective.integrations import loop_position
 from edl.errors import SettingsError
 
 
@@ -41,7 +32,6 @@ class CheckpointHooks:
         self._derived = [callback for callback in trainer.callbacks if getattr(callback, "dirpath", "") is None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of callbacks and data module, and entries that hooks add to a checkpoint or replace."""
         trainer = self._trainer
         checkpoint = self._checkpoint()
         given = dict(checkpoint)
@@ -91,7 +81,6 @@ class LoggedValues:
         self._saved: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of `self.log` that the epoch's are computed from, and the states of torchmetrics."""
         trainer = self._trainer
         connector = trainer._logger_connector
         return {
@@ -135,7 +124,6 @@ _META: Final = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enab
 
 
 def _pack_result(result: Any) -> dict[str, Any]:
-    """Return a value of `self.log` and how it is reduced, as plain values and tensors."""
     meta = result.meta
     if meta.sync.group is not None:
         raise SettingsError(f"self.log({meta.name!r}, sync_dist_group=...) cannot be restored: remove the group")
@@ -193,9 +181,6 @@ def _moved(tensor: torch.Tensor, metric: Any) -> torch.Tensor:
     return tensor.to(metric.device)
 
 
-# --- The position of Lightning's loops, and how it is restored ---
-
-
 def keeps_place(loader: Any) -> bool:
     """Return whether the loader knows its position. One without a length is read a batch ahead, so it does not."""
     return is_stateful_loader(loader) and not isinstance(loader.dataset, IterableDataset)
@@ -211,11 +196,9 @@ class Draws:
         """For each loader, whether its persistent workers existed before, so their seed was drawn before `numbers`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the global generators and of the loaders' own, and which loaders had workers."""
         return dict(vars(self))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Hold the saved states for `LoopProgress.read_on`."""
         vars(self).update(saved)
 
 
@@ -246,7 +229,6 @@ class LoopProgress:
         return bool(stepped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, what the order and size of batches depend on, and what the trainer remembers."""
         trainer = self.trainer
         loops = trainer.fit_loop.state_dict()
         loops["state_dict"] = {}  # left out: the loaders' own positions, which are other fields
@@ -269,18 +251,17 @@ class LoopProgress:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Hold a saved position for `apply`."""
         trainer = self.trainer
         here = self._samples()
         for before, now in zip(saved["samples"], here, strict=False):
-            check_samples(
+            loop_position.check_samples(
                 before,
                 now,
                 trainer.world_size,
                 "Set accumulate_grad_batches by WORLD_SIZE so that batch_size * accumulate_grad_batches * WORLD_SIZE "
                 "stays the same",
             )
-        check_order(saved["order"], self._order())
+        loop_position.check_order(saved["order"], self._order())
         self._saved = saved
 
     def apply(self) -> None:
@@ -314,8 +295,8 @@ class LoopProgress:
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
         for loader, made in zip(self._validation_loaders(), workers, strict=False):
-            if made and not has_workers(loader):
-                make_workers_without_a_draw(loader)
+            if made and not loop_position.has_workers(loader):
+                loop_position.make_workers_without_a_draw(loader)
 
     def _validation_loaders(self) -> list[Any]:
         combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
@@ -326,7 +307,7 @@ class LoopProgress:
         trainer = self.trainer
         loaded_in = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
         serve = not trainer.reload_dataloaders_every_n_epochs or loaded_in == trainer.current_epoch
-        return [serve and has_workers(loader) for loader in self._validation_loaders()]
+        return [serve and loop_position.has_workers(loader) for loader in self._validation_loaders()]
 
     def _scale(self, before: int, now: int) -> None:
         """Convert counts of batches to this world, in which a step has another number of batches."""
@@ -347,7 +328,7 @@ class LoopProgress:
         """Remember the random numbers from which the order of the beginning epoch may be drawn."""
         self.draws.numbers = capture_random_states()
         self.draws.own = [None if found is None else found.get_state() for found in self._generators()]
-        self.draws.workers = [has_workers(loader) for loader in self.loaders]
+        self.draws.workers = [loop_position.has_workers(loader) for loader in self.loaders]
 
     def read_on(self, fetcher: Any, begin: Any) -> None:
         """Make the iterator of an interrupted epoch, beginning after the batches that were trained."""
@@ -360,13 +341,13 @@ class LoopProgress:
                     generator.set_state(numbers)
         for loader, made in zip(self.loaders, self.draws.workers, strict=False):
             if made and not keeps_place(loader):
-                make_workers_without_a_draw(loader)
+                loop_position.make_workers_without_a_draw(loader)
         loader = loaders[0]
         if all(map(keeps_place, loaders)):
             iter(fetcher)
             self._count_read(fetcher)
         elif len(loaders) == 1 and isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            with skipping(loader, self.batches):
+            with loop_position.skipping(loader, self.batches):
                 iter(fetcher)
             self._count_read(fetcher)
         else:
@@ -391,7 +372,7 @@ class LoopProgress:
 
     def _order(self) -> list[dict[str, Any]]:
         redrawn = self.trainer.world_size == 1  # with several ranks, the draws of a lost rank are lost
-        return [order_of(loader, redrawn=redrawn) for loader in self.loaders]
+        return [loop_position.order_of(loader, redrawn=redrawn) for loader in self.loaders]
 
     def _samples(self) -> list[int]:
         """Return the samples that a step trains, by loader; if the batch size is unknown, the number of ranks."""
@@ -404,13 +385,11 @@ def _on(device: torch.device, metrics: dict[str, torch.Tensor]) -> dict[str, tor
     return {name: value.to(device) for name, value in metrics.items()}
 
 
-# --- The callback, and the settings that it refuses ---
-
-
 # Both packages have the same code, and a Trainer of one accepts callbacks of the other: use what the script imported.
 _PACKAGE: Final = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
 _lightning: Any = importlib.import_module(_PACKAGE)
 
+# Methods of the callback, by the loop and the method that they wrap
 _WRAPPERS: Final = {
     ("fit_loop", "on_run_start"): "_begin_run",
     ("fit_loop", "on_run_end"): "_end_run",
@@ -419,7 +398,6 @@ _WRAPPERS: Final = {
     ("epoch_loop", "on_run_start"): "_begin_epoch",
     ("epoch_loop", "advance"): "_train_batch",
 }
-"""Methods of the callback, by the loop and the method that they wrap."""
 _REFUSED: Final = {
     "BatchSizeFinder": "set the batch size that it finds",
     "BaseFinetuning": "it adds parameters to the optimizer while training: give it all of them, and freeze in a hook",
@@ -442,10 +420,7 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         trainer = L.Trainer(..., callbacks=[ElasticLightningCallback()])
         trainer.fit(model, loader)
 
-    A callback serves a single call of `fit`. It restores parameters, optimizers, schedules, the scaler, random numbers,
-    the position in the data, values logged in the epoch so far, torchmetrics' metrics, and whatever other callbacks,
-    the module and the data module put into checkpoints. A world of another size can resume if its steps train as many
-    samples.
+    A callback serves a single call of `fit`. A world of another size can resume if its steps train as many samples.
     """
 
     _progress: LoopProgress  # these exist from `setup` on
@@ -458,7 +433,7 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         Args:
             **options: Options of the `Checkpointer`.
         """
-        self._boundary = BoundaryCheckpointer(options)
+        self._boundary = loop_position.BoundaryCheckpointer(options)
         self._used = False
         self._inner: dict[tuple[str, str], Any] = {}
         self._resuming = False
@@ -494,7 +469,6 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         self._boundary.close()
 
     def _note_draws(self) -> None:
-        """Remember the random numbers from which the first epoch's order may be drawn, before its iterator is made."""
         self._inner["fit_loop", "_load_combined_loader_states"]()
         if not self._resuming:  # when an epoch resumes, a loader may be loaded again, but its numbers were restored
             self._progress.note_draws()
@@ -535,7 +509,6 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
             self._inner["epoch_loop", "reset"]()
 
     def _begin_epoch(self, fetcher: Any) -> None:
-        """Make the iterator of an epoch, beginning after the batches that were trained."""
         progress = self._progress
         if self._resuming:
             self._resuming = False
@@ -547,7 +520,6 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         self._inner["epoch_loop", "on_run_start"](fetcher)
 
     def _train_batch(self, fetcher: Any) -> None:
-        """Save the state after the last step, and train a batch."""
         self._logged.apply()
         self._boundary.begin_step(self._progress.steps - 1)
         self._progress.batches += 1

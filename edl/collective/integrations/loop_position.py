@@ -1,8 +1,8 @@
 """Position of another library's training loop, and how it resumes there: the common part of the integrations.
 
-A state is saved where a step begins. By then, everything that follows the previous step (logging, evaluation, the
-library's own checkpoints) has been done; if it was not, it is done again after a restart. Random numbers are restored
-at the same point, not when the state is restored, because reading the data again draws some.
+A state is saved where a step begins, when everything that follows the previous step (logging, evaluation, the library's
+own checkpoints) has been done. Random numbers are restored at the same point, not when the state is restored, because
+reading the data again draws some.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def check_order(saved: Any, here: Any) -> None:
 def make_workers_without_a_draw(loader: Any) -> None:
     """Keep a loader from drawing a seed when it creates its persistent workers again after a restart.
 
-    A loader draws a seed when it creates its workers: before every iteration or, with persistent workers, only before
-    the first, which was before the restart. Numbers that its sampler draws are still drawn. `loader` is a `DataLoader`
-    or Accelerate's wrapper of one; others are left alone.
+    With persistent workers, a loader draws a seed only before its first iteration, which was before the restart.
+    Numbers that its sampler draws are still drawn. `loader` is a `DataLoader` or Accelerate's wrapper; others are left
+    alone.
     """
     base = getattr(loader, "base_dataloader", loader)  # inside Accelerate's wrapper, if there is one
     if not _keeps_workers(base):
@@ -142,9 +142,8 @@ def _keeps_workers(loader: Any) -> bool:
 def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
     """Return what the order of the data depends on.
 
-    `loader` is a `DataLoader`, a library's wrapper of one, or any iterable, which must begin with the same batches
-    whenever it is iterated over. With `redrawn`, random numbers are restored to where the epoch began, so the order may
-    be drawn from them.
+    A loader that is no `DataLoader` must begin with the same batches in every iteration. With `redrawn`, random numbers
+    are restored to where the epoch began, so the order may be drawn from them.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return {"sampler": type(getattr(loader, "dataset", loader)).__name__}

@@ -1,18 +1,9 @@
 """Elastic training of PaddlePaddle scripts, with the same slots, checkpoints and agents as for PyTorch.
 
-::
-
-    from edl.collective.paddle import Checkpointer, PaddleState, init_parallel_env
-
-    init_parallel_env()
-    state = PaddleState(model=model, optimizer=optimizer, sampler=sampler)
-    checkpointer = Checkpointer(state)
-    step = checkpointer.restore()
-
 Trainers are restarted when one joins or leaves. The state is the same on all trainers, as in data parallel training.
 
-A Paddle tensor in host memory and a torch tensor can share their memory (DLPack), for all dtypes including bfloat16. So
-saving copies nothing on the way to torch. When restoring, Paddle copies into its existing tensors.
+A Paddle tensor in host memory and a torch tensor can share their memory (DLPack), so saving copies nothing on the way
+to torch. When restoring, Paddle copies into its existing tensors.
 """
 
 from __future__ import annotations
@@ -91,8 +82,8 @@ class _Scheduler(_Wrapped):
 class _Optimizer(_Wrapped):
     """Accumulators and master weights by Paddle's names for them, and the learning rate schedule.
 
-    Paddle derives these names from the parameters' names, which it numbers in the order in which layers are created. So
-    the script must create them in the same order every time, as it must for `paddle.load`.
+    Paddle derives these names from the order in which layers are created, which must always be the same, as for
+    `paddle.load`.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,9 +169,6 @@ def _put(live: Any, saved: torch.Tensor, name: str) -> None:
     live.set_value(_as_paddle(saved, name))
 
 
-# --- Elastic training of PaddlePaddle scripts ---
-
-
 _RNG: Final = "paddle_rng"
 _TIMEOUT_S: Final = 300.0  # enough for trainers whose imports and starts take different times
 _POLL_S: Final = 0.02  # between two attempts to connect: a longer pause would delay every restart
@@ -252,10 +240,7 @@ def _trainers() -> int:
 
 
 def _join(timeout_s: float) -> None:
-    """Form the torch process group in which trainers agree on checkpoints and exchange them.
-
-    It runs on the CPU, next to Paddle's own group, through which the first trainer announces its port.
-    """
+    """Form the torch process group, on the CPU, in which trainers agree on checkpoints and exchange them."""
     if _trainers() == 1 or torch.distributed.is_initialized():
         return
     if not paddle.distributed.is_initialized():

@@ -1,7 +1,7 @@
 """Hugging Face's `Trainer` under `edl run`: a callback that keeps its whole state in memory and resumes exactly there.
 
 The Trainer reads its position only from files, and before model and optimizer are prepared. So the callback wraps the
-two methods that deal with positions: the first determines where the run begins, the other trains an epoch from there.
+two methods that deal with positions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ import torch
 import transformers
 
 from edl.collective.checkpoint.state.state import State
-from edl.collective.integrations.loop_position import (
-    BoundaryCheckpointer,
-    check_order,
-    check_samples,
-    make_workers_without_a_draw,
-    order_of,
-)
+from edl.collective.integrations import loop_position
 from edl.errors import SettingsError
 
 _NO_FOLDER: Final = "/dev/null/no-folder"
@@ -50,9 +44,7 @@ class ElasticCallback(transformers.TrainerCallback):
         trainer.add_callback(ElasticCallback(trainer))
         trainer.train()
 
-    A callback serves a single call of `train`. It restores parameters, the optimizer, the schedule, random numbers, the
-    position in the data, losses that are not logged yet, the `Trainer`'s record of logs and metrics, and callbacks that
-    are an `ExportableState` (early stopping). A world of another size can resume if its steps train as many samples.
+    A callback serves a single call of `train`. A world of another size can resume if its steps train as many samples.
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:
@@ -77,7 +69,7 @@ class ElasticCallback(transformers.TrainerCallback):
         # A weak reference: a trainer in a cycle exists until the garbage collector finds it, which ends its loaders'
         # workers in an order that makes each of them time out after 5 s.
         self._trainer = weakref.proxy(trainer)
-        self._boundary = BoundaryCheckpointer(options)
+        self._boundary = loop_position.BoundaryCheckpointer(options)
         self._used = self._restored = False
         self._begin = (0, 0)
         self._evaluates_on_start = trainer.args.eval_on_start
@@ -96,7 +88,7 @@ class ElasticCallback(transformers.TrainerCallback):
             )
         self._used = True
         trainer, optimizer = self._trainer, kwargs["optimizer"]
-        self._progress.order = order_of(kwargs["train_dataloader"])
+        self._progress.order = loop_position.order_of(kwargs["train_dataloader"])
         fields = {
             "model": kwargs["model"],
             "optimizer": getattr(optimizer, "optimizer", optimizer),
@@ -109,7 +101,7 @@ class ElasticCallback(transformers.TrainerCallback):
         if self._boundary.open(State(local=["losses"], **fields)):
             self._restored = True
             self._begin = self._progress.epoch, self._progress.updates
-            make_workers_without_a_draw(kwargs["train_dataloader"])
+            loop_position.make_workers_without_a_draw(kwargs["train_dataloader"])
             control.should_training_stop = self._progress.finished
             args.eval_on_start = False  # it was done before the first step that was saved
 
@@ -145,7 +137,7 @@ class ElasticCallback(transformers.TrainerCallback):
         name = eval_dataset if isinstance(eval_dataset, str) else "eval"
         if name in self._progress.used_loaders:
             self._progress.used_loaders.remove(name)
-            make_workers_without_a_draw(loader)
+            loop_position.make_workers_without_a_draw(loader)
         return loader
 
     def _train_epoch(self, **kwargs: Any) -> None:
@@ -212,14 +204,14 @@ class _Progress:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         trainer = self._trainer
-        check_samples(
+        loop_position.check_samples(
             saved["samples"],
             self._samples,
             trainer.args.world_size,
             "Set gradient_accumulation_steps by WORLD_SIZE so that per_device_train_batch_size * "
             "gradient_accumulation_steps * WORLD_SIZE stays the same",
         )
-        check_order(saved["order"], self.order)
+        loop_position.check_order(saved["order"], self.order)
         before = saved.get("asked", self._asked)
         if saved["finished"] and any(map(operator.gt, self._asked, before)):
             raise SettingsError(
@@ -259,7 +251,6 @@ class _Losses:
         self._progress = progress
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum of losses, the step from which it counts, and operations that were not counted yet."""
         trainer = self._trainer
         return {
             # At the end, the Trainer has added the loss to its total, and after a restart adds it again.

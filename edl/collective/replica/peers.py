@@ -296,9 +296,6 @@ def _receive_answer(link: AuthenticatedConnection) -> bytes:
     return answer
 
 
-# --- The receiving side of replicas ---
-
-
 _SENDER_S: Final = 10.0  # how long the sender may keep this side waiting, while another waits for its turn
 _SHARE_OF_FREE: Final = 0.5  # of the free memory that a replica may take; the rest is for this node's workers
 _ACCEPT_RETRY_S: Final = 0.1  # after a connection could not be accepted: no file descriptor is left

@@ -18,11 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from edl.background import BackgroundLoop
-from edl.collective.checkpoint.memory.replica_slots import (
-    NO_VERSION,
-    ReplicaFolder,
-    newest_common_state,
-)
+from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder, newest_common_state
 from edl.collective.checkpoint.memory.slots import CompleteSlot, StateVersion, find_slots, kept_prefix
 from edl.collective.job_records import Member, World, create_once, prefix
 from edl.collective.replica.peers import ReplicaServer, send_states
@@ -92,9 +88,6 @@ class ReplicationSchedule:
 
     def record_failure(self, now: float) -> None:
         self._retry = now + self.retry_s
-
-
-# --- The agent's part in replicas ---
 
 
 _POLL_S: Final = 0.2  # between looks for kept states, which come about every ten seconds

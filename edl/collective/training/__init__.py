@@ -5,28 +5,7 @@
 checkpoints belong elsewhere in `edl.collective`.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from edl.collective.training.learning_rate import AdaScale, Linear, SampleSchedule, SquareRoot
-    from edl.collective.training.tuner import AutoBatch
+from edl.collective.training.learning_rate import AdaScale, Linear, SampleSchedule, SquareRoot
+from edl.collective.training.tuner import AutoBatch
 
 __all__ = ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"]
-
-_HOMES = {
-    "AdaScale": "learning_rate",
-    "AutoBatch": "tuner",
-    "Linear": "learning_rate",
-    "SampleSchedule": "learning_rate",
-    "SquareRoot": "learning_rate",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a submodule, and with it torch, only when one of its names is used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

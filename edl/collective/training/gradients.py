@@ -1,19 +1,16 @@
 """Gradients between backward and the optimizer: averaged over ranks, measured, and their noise estimated.
 
-The first part inspects the module: whether DDP or FSDP averages its gradients, what wrapping is refused, and how few
-rows a micro-batch may have. The second averages the gradients of a plain module, and measures squared norms.
-
-The last part estimates the gradient noise from the groups of samples that an optimizer step has anyway. With G the true
-gradient and Σ the covariance of one sample's gradient, a mean over n samples has the expected squared norm
-|G|² + tr(Σ)/n. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1, solve this for two
-batch sizes. Here it is solved for any number of groups of any sizes, as in an analysis of variance. For k groups of n_i
-samples with mean gradients g_i, n samples in all with mean g,
+The noise is estimated from the groups of samples that an optimizer step has anyway: the micro-batches of all ranks
+before gradients are summed. With G the true gradient and Σ the covariance of one sample's gradient, a mean over n
+samples has the expected squared norm |G|² + tr(Σ)/n. McCandlish et al., "An Empirical Model of Large-Batch Training",
+2018, appendix A.1, solve this for two batch sizes; here, for k groups of n_i samples with mean gradients g_i, n samples
+in all with mean g, as in an analysis of variance:
 
     tr(Σ) ≈ (Σ n_i |g_i|² - n |g|²) / (k - 1)        |G|² ≈ |g|² - tr(Σ) / n
 
-and both estimates are unbiased. The groups are the micro-batches of all ranks before gradients are summed. If the
-optimizer divides each gradient by a scale of its own (Adam and its relatives), all norms are those of the divided
-gradients, as in Qiao et al., "Pollux", OSDI 2021: the plain noise of an Adam run says little about its progress.
+If the optimizer divides each gradient by a scale of its own (Adam and its relatives), all norms are those of the
+divided gradients, as in Qiao et al., "Pollux", OSDI 2021: the plain noise of an Adam run says little about its
+progress.
 """
 
 from __future__ import annotations
@@ -39,10 +36,7 @@ logger = logging.getLogger("edl.collective")
 
 
 def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumulates: bool) -> None:
-    """Refuse a module whose gradients would be averaged twice, in part, or over ranks other than those of `group`.
-
-    `accumulates` says whether a step may have several micro-batches.
-    """
+    """Refuse a module whose gradients would be averaged twice, in part, or over ranks other than those of `group`."""
     own = layers(module)
     inside = [part for part in module.modules() if all(part is not layer for layer in own)]
     if any(isinstance(part, DistributedDataParallel) for part in inside):
@@ -109,10 +103,7 @@ def least_rows(module: nn.Module) -> int:
 
 
 def fails_with_one_row(module: nn.Module) -> bool:
-    """Return whether a layer normalizes over rows alone, so that training it on a single row fails.
-
-    BatchNorm2d and BatchNorm3d also average over pixels: one row gives them a poor estimate, but no error.
-    """
+    """Return whether a layer normalizes over rows alone; BatchNorm2d and BatchNorm3d also average over pixels."""
     return any(
         _is_local_norm(part) and not isinstance(part, (nn.BatchNorm2d, nn.BatchNorm3d)) for part in module.modules()
     )
@@ -143,8 +134,7 @@ def without_averaging(module: nn.Module) -> Iterator[None]:
 def _is_sharded_over(parameter: DTensor, ranks: list[int]) -> bool:
     """Return whether `fully_shard` sharded a parameter over exactly these ranks, over all of them or as HSDP.
 
-    If a parameter is already parallel in another way, `fully_shard` adds its own mesh dimension in front. The
-    placements are then (Shard, ...), never (Replicate, Shard), which only HSDP has.
+    If a parameter is already parallel in another way, the placements are (Shard, ...), never (Replicate, Shard).
     """
     mesh, placements = parameter.device_mesh, parameter.placements
     if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
@@ -156,24 +146,20 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
-# --- Gradients between backward and the optimizer's step ---
-
-
 _BUCKET_BYTES = 25 * 2**20  # DDP's bucket size; it bounds the memory for the copy of the gradients that is sent
+# Steps before an adaptive optimizer's mean of squares is trusted: a squared normal number divided by the mean square of
+# k others has a finite mean only from k = 3 on, and a finite variance from k = 5 on.
 _WARM_STEPS = 10
-"""Steps before an adaptive optimizer's mean of squares is trusted. With fewer, it is mostly noise, and so is a
-gradient divided by its root: the squared quotient of a normal number by the root mean square of k others has a finite
-mean only from k = 3 on, and a finite variance from k = 5 on."""
 
 _MEANS = ("exp_avg_sq", "square_avg", "sum")
 
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace gradients by their means over all ranks. Collective: every rank must pass the same number of parameters.
+    """Replace gradients by their means over all ranks. Collective: every rank passes the same number of parameters.
 
-    A rank without a gradient counts as zeros. If no rank has a gradient for a parameter, it has none afterwards either,
-    because optimizers treat a zero gradient differently from a missing one (weight decay, moments).
+    A rank without a gradient counts as zeros. If no rank has one, there is none afterwards either, because optimizers
+    treat a zero gradient differently from a missing one (weight decay, moments).
     """
     world = dist.get_world_size(group)
     for bucket in _buckets(parameters):
@@ -214,10 +200,6 @@ class NoiseMeter:
 
     Hooks on the parameters see what each backward pass adds, before it is accumulated and before DDP averages it. So no
     copy of a gradient is kept, and a step sends only two numbers.
-
-    With an adaptive optimizer, a parameter counts only after `_WARM_STEPS` steps. Before that, the optimizer's scale
-    for it is based on too few gradients: the quotient can have any size, and one such step would outweigh a hundred
-    others.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -234,10 +216,7 @@ class NoiseMeter:
 
     @contextmanager
     def micro_batch(self, rows: float, factor: float) -> Iterator[None]:
-        """Measure the backward pass that runs in the block.
-
-        `rows` is the weight of the micro-batch; with 0, it is not measured. Its loss was multiplied by `factor`.
-        """
+        """Measure the backward pass in the block, whose loss was multiplied by `factor`; with `rows` 0, nothing."""
         self._measuring = rows > 0
         try:
             yield
@@ -326,8 +305,7 @@ def is_warm(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor | None:
     """Return the tensor by which an adaptive optimizer divides a gradient, or None for another kind of optimizer.
 
-    Factors that depend only on the number of steps are taken out, as if the mean of squares had been 1 from the start:
-    estimates are averaged over several steps, so they must have the same scale.
+    Factors that depend only on the number of steps are taken out, so that estimates can be averaged over steps.
     """
     if not is_adaptive(state, options):
         return None
@@ -349,9 +327,6 @@ def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor |
 def _step(state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """Return a parameter's step count, as a number or tensor; some optimizers count per group."""
     return state.get("step", options.get("step"))
-
-
-# --- Gradient noise ---
 
 
 _MEMORY_STEPS = 100.0  # fewer steps give too noisy an estimate; the noise itself changes only over epochs
@@ -409,11 +384,10 @@ class GradientNoise:
         return math.inf if self.variance > 0 else 0.0
 
     def gain(self, batch: int, base_batch: int) -> float:
-        """Return how many steps with the base batch one step with `batch` samples is worth.
+        """Return how many steps with the base batch one step with `batch` samples is worth: 1 to batch/base_batch.
 
-        The gain is 1 without noise and batch/base_batch with nothing but noise. It is the gain ratio of Johnson et al.,
-        "AdaScale SGD", ICML 2020: r = (σ² + μ²)/(σ²/S + μ²), where σ² = tr(Σ)/base_batch, μ² = |G|² and
-        S = batch/base_batch.
+        It is the gain ratio of Johnson et al., "AdaScale SGD", ICML 2020: r = (σ² + μ²)/(σ²/S + μ²), where σ² =
+        tr(Σ)/base_batch, μ² = |G|² and S = batch/base_batch.
         """
         square = max(self.square, 0.0)
         top, bottom = self.variance / base_batch + square, self.variance / batch + square
@@ -423,7 +397,6 @@ class GradientNoise:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Resume from saved averages. They describe a single sample's gradient, so any batch and world size will do."""
         self.variance = float(state["variance"])
         self.square = float(state["square"])
         self.steps = float(state["steps"])

@@ -10,15 +10,8 @@ With the scale S = batch / base batch, a policy gives the factor by which your s
 | `AdaScale` | from 1 to S, by the measured noise | SGD (Johnson et al., "AdaScale SGD", 2020) |
 | a function of S | its return value | anything else |
 
-LARS (You et al., "Large Batch Training of Convolutional Networks", 2017) scales rates layer by layer, in addition to
-the linear rule with its warm-up. LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020) uses the
-square root rule, and a warm-up whose number of epochs grows in proportion to the batch.
-
 The rules leave the optimizer's state alone: its moments describe gradients, whose mean does not depend on the batch.
-
-Schedules here count samples, which mean the same for every batch. When the batch changes, a schedule that counts steps
-reaches its rates at other points in the data, and wrong ones if boundaries for the new batch are compared with a
-restored count of old steps.
+Schedules here count samples, which mean the same for every batch, as steps do not.
 """
 
 from __future__ import annotations
@@ -39,8 +32,7 @@ class Linear:
     """Scale the learning rate linearly with the batch, with a warm-up to larger factors.
 
     Follows Goyal et al. 2017, sections 2.1 and 2.2, who use five epochs of warm-up for factors up to 32. A smaller
-    factor takes effect at once. PyTorch's momentum buffer does not contain the learning rate, so it needs no correction
-    (their section 3) when the rate changes.
+    factor takes effect at once.
 
     Attributes:
         warmup_samples: Samples over which the factor grows to a larger one; 0 for no warm-up.
@@ -56,16 +48,12 @@ class Linear:
 class SquareRoot:
     """Scale the learning rate with the square root of the batch, which keeps the noise of a step the same.
 
-    For RMSprop and Adam these are the square root scaling rules of Malladi et al., "On the SDEs and Scaling Rules for
-    Adaptive Gradient Algorithms", NeurIPS 2022. With the scale S, the rate is multiplied by √S, every decay β becomes
-    1 - S(1 - β), and epsilon is divided by √S. For other optimizers, such as LAMB, only
-    the rate changes.
+    For RMSprop and Adam, every decay β becomes 1 - S(1 - β), and epsilon is divided by √S (Malladi et al., "On the SDEs
+    and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022).
 
     Attributes:
-        warmup_samples: Samples over which the rate grows to a larger one; 0 for no warm-up. A smaller rate takes effect
-            at once.
-        moments: Whether decays and epsilon are scaled as well. None scales them for PyTorch's Adam, AdamW and RMSprop,
-            for which the rule was derived.
+        warmup_samples: Samples over which the rate grows to a larger one; 0 for no warm-up.
+        moments: Whether decays and epsilon are scaled as well. None scales them for PyTorch's Adam, AdamW and RMSprop.
     """
 
     warmup_samples: int = 0
@@ -91,12 +79,8 @@ def _check_warmup(samples: int) -> None:
 class RateScaling:
     """The learning rate factor and the progress of a training run.
 
-    Attributes:
-        base_batch: Samples per step for which the learning rate was chosen.
-        batch: Samples per step now.
-        samples: Samples trained so far.
-        progress: The position of schedules, in samples at the base batch: the samples trained or, with `AdaScale`, its
-            scale-invariant steps times the base batch.
+    `progress` is the position of schedules, in samples at the base batch: the samples trained or, with `AdaScale`, its
+    scale-invariant steps times the base batch.
     """
 
     def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:
@@ -111,7 +95,6 @@ class RateScaling:
         self._since = 0  # samples trained at the start of the warm-up
 
     def set_batch(self, batch: int, noise: GradientNoise) -> None:
-        """Use a global batch of `batch` samples from the next step on; a warm-up starts from the current factor."""
         if batch != self.batch:
             self._from = self.factor(noise)
             self._since = self.samples
@@ -163,7 +146,6 @@ class RateScaling:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Resume from a saved state. The user sets the policy and the base batch; the state does not contain them."""
         self.batch = int(state["batch"])
         self.samples = int(state["samples"])
         self.progress = float(state["progress"])
@@ -171,16 +153,8 @@ class RateScaling:
         self._since = int(state["since"])
 
 
-# --- PyTorch's learning rate schedules, by samples instead of steps ---
-
-
 class SampleSchedule:
     """Step a PyTorch scheduler once for every `samples_per_step` samples of progress.
-
-    ::
-
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)   # steps of 256 samples
-        trainer = ElasticTrainer(..., schedule=SampleSchedule(cosine, samples_per_step=256))
 
     A schedule written for a fixed batch works unchanged with that batch as `samples_per_step`. Progress is
     `edl.collective.training.learning_rate.RateScaling.progress`: the samples trained, or AdaScale's equivalent.
@@ -190,8 +164,7 @@ class SampleSchedule:
         samples_per_step: Samples of progress for each step of the scheduler.
 
     Raises:
-        SettingsError: `samples_per_step` is not above 0, or the scheduler is a `ReduceLROnPlateau`, which does not
-            count steps.
+        SettingsError: `samples_per_step` is not above 0, or the scheduler is a `ReduceLROnPlateau`.
     """
 
     def __init__(self, scheduler: LRScheduler, samples_per_step: float) -> None:

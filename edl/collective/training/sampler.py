@@ -1,15 +1,14 @@
 """The order of the data: every sample once per epoch, even if the number of ranks changes during the epoch.
 
-The order of an epoch depends on the seed and the epoch alone. It is cut into global batches, and each rank trains its
-share of each. Where a global batch begins and ends does not depend on the number of ranks, so a world of any size
-trains the same batches in the same order, and one number records how far an epoch has come: how many samples of its
-order *were trained*. The training loop advances it after each step. Iteration doesn't: a `DataLoader`'s workers and
-`edl.distill` read several batches ahead, and samples that were read but not trained when a worker died must be reread.
+The order of an epoch depends on the seed and the epoch alone. It is cut into global batches, independently of the
+number of ranks, and each rank trains its share of each. So one number records how far an epoch has come: how many
+samples of its order *were trained*. The training loop advances it after each step. Iteration doesn't, because loaders
+read several batches ahead.
 
 A batch is whatever the training loop uses: tensors, arrays, lists, and nests of these. Tuples, named tuples and
 mappings are structures of parts; so is a list that contains a tensor, an array or a structure, which is how
-`DataLoader` returns a tuple. Anything else with a length that can be sliced has rows: tensors, arrays, lists of
-strings, top-k soft labels. Parts without a length (a number, None) go to every micro-batch unchanged.
+`DataLoader` returns a tuple. Anything else with a length that can be sliced has rows. Parts without a length (a number,
+None) go to every micro-batch unchanged.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ leaves them out, and "pad" fills the batch up with samples from the beginning of
 
 
 def batch_size_at(position: int, length: int, batch: int, tail: Tail) -> int:
-    """Return the number of samples in the global batch that begins at `position`; 0 if there is none.
-
-    `position` and `length` count samples of the epoch; `batch` is the size of a full global batch.
-    """
+    """Return the number of samples in the global batch that begins at `position`; 0 if there is none."""
     left = length - position
     if left <= 0:
         return 0
@@ -61,9 +57,8 @@ def batches_left(position: int, length: int, batch: int, tail: Tail) -> int:
 def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
     """Return the positions in a global batch of `samples` samples that a rank trains.
 
-    Shares are consecutive, in the order of the ranks, and differ by at most one sample; the first ranks have the larger
-    ones. A share has at least `least` samples unless it is empty or the batch has fewer. If there are too few samples
-    for all ranks, the last ranks' shares are empty.
+    Shares are consecutive, in the order of the ranks, and differ by at most one sample. A share has at least `least`
+    samples unless it is empty or the batch has fewer; the last ranks' shares may be empty.
     """
     if not 0 <= rank < world:
         raise SettingsError(f"rank={rank} of world={world}: must be from 0 to {world - 1}")
@@ -78,10 +73,9 @@ def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
 def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, least: int = 1) -> list[int]:
     """Cut a share of `samples` samples into as few micro-batches as possible, as equal in size as possible.
 
-    Sizes other than 0 differ by at most one sample. `most` is the number of samples that fit into memory at once, None
-    for no limit. There are at least `parts` micro-batches; if there are too few samples for that, some have 0. A
-    micro-batch that is not empty has at least `least` samples if `most` allows it. Returns the sizes, the largest
-    first, or an empty list if `samples` is 0 and `parts` is not above 1.
+    `most` is the number of samples that fit into memory at once. There are at least `parts` micro-batches; if there are
+    too few samples for that, some have 0. One that is not empty has at least `least` samples if `most` allows it.
+    Returns the sizes, the largest first.
     """
     if most is not None and most < 1:
         raise SettingsError(f"max_micro_batch={most}: must be at least 1, or None for no limit")
@@ -128,16 +122,11 @@ def _can_be_cut(part: object) -> bool:
     return hasattr(part, "__len__") and hasattr(part, "__getitem__") and not isinstance(part, (str, bytes))
 
 
-# --- The order of the data ---
-
-
 _VERSION = 1  # of the saved state; any other version is refused
 
 
 class ElasticSampler(Sampler[list[int]]):
     """Batch sampler that gives each rank its share of every global batch, and can resume in any world.
-
-    Its state is the seed, the epoch and the number of samples trained, and is the same on every rank.
 
     ::
 
@@ -159,8 +148,7 @@ class ElasticSampler(Sampler[list[int]]):
         shuffle: Whether to shuffle each epoch; False keeps the dataset's own order.
         tail: What happens to the last samples of an epoch, see `Tail`. Only "drop" leaves some of them out, and only
             "pad" repeats some.
-        rank: Rank of this process. By default, the `torch.distributed` rank at the start of each iteration, or 0
-            without a process group. Pass `rank` and `world` together.
+        rank: Rank of this process. By default, the `torch.distributed` rank at the start of each iteration, or 0.
         world: Number of ranks. By default, the `torch.distributed` world size at the start of each iteration, or 1.
 
     Raises:
@@ -233,8 +221,7 @@ class ElasticSampler(Sampler[list[int]]):
     def require_rows(self, least: int) -> None:
         """Give no rank fewer than `least` rows from the next iteration on; batch normalization needs two, for example.
 
-        If a global batch has too few samples for all ranks, the last ranks get an empty share. Every rank must call
-        this with the same number. `ElasticTrainer` does.
+        Every rank must call this with the same number. `ElasticTrainer` does.
 
         Args:
             least: The fewest rows of a share that is not empty.
@@ -251,10 +238,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def mark(self) -> tuple[int, int, int]:
-        """The pass, epoch and position of the next batch to train.
-
-        It changes with each `advance`, new iteration, new epoch and restored state.
-        """
+        """The pass, epoch and position of the next batch to train."""
         return self._pass, self.epoch, self.consumed
 
     @property
@@ -314,16 +298,15 @@ class ElasticSampler(Sampler[list[int]]):
     def resize(self, global_batch: int, at: int) -> None:
         """Change the global batch from a position in this epoch on.
 
-        Every rank must call this with the same arguments, and none may have read beyond `at`. To agree on `at`,
-        exchange the positions that `hold` yields and take the largest, while all ranks are still in `hold`.
+        Every rank must call this with the same arguments. To agree on `at`, exchange the positions that `hold` yields
+        and take the largest, while all ranks are still in `hold`.
 
         Args:
             global_batch: Samples per optimizer step, over all ranks.
             at: Position from which the new batch applies, in samples of the epoch.
 
         Raises:
-            SettingsError: `at` was already read past, `global_batch` is below 1, or with tail="drop" it is larger than
-                an epoch.
+            SettingsError: `at` was already read past, or `global_batch` is out of range.
         """
         if global_batch < 1 or (self.tail == "drop" and global_batch > self.length):
             raise SettingsError(f"global_batch={global_batch}: must be from 1 to the {self.length} samples of an epoch")
@@ -350,8 +333,7 @@ class ElasticSampler(Sampler[list[int]]):
         """Iterate over this rank's shares of the global batches that are not trained yet, as lists of sample indices.
 
         Raises:
-            SettingsError: The epoch is finished and was already iterated over, so a call of `set_epoch` is missing; or
-                this process is one of several workers, but there is no process group yet.
+            SettingsError: The epoch was finished before, or one of several workers has no process group yet.
         """
         with self._lock:
             if self.finished and self._passed:
@@ -396,8 +378,6 @@ class ElasticSampler(Sampler[list[int]]):
             self._order = (self.epoch, order, zlib.crc32(order.data))
         return self._order[1]
 
-    # --- State ---
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers and lists. It is the same on every rank and independent of their number."""
         with self._lock:
@@ -424,9 +404,8 @@ class ElasticSampler(Sampler[list[int]]):
             state: A state that `state_dict` returned.
 
         Raises:
-            SettingsError: The state is for a different dataset length or seed; samples would be repeated or left out.
-            ProtocolError: The state has an unknown version, or the epoch's order has changed, because of a different
-                `shuffle` or a version of PyTorch that shuffles differently.
+            SettingsError: The state is for a different dataset length or seed.
+            ProtocolError: The state has an unknown version, or the epoch's order has changed.
         """
         if state.get("version") != _VERSION:
             raise ProtocolError(f"the sampler's state has version {state.get('version')!r}: this EDL reads {_VERSION}")

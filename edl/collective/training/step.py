@@ -1,9 +1,8 @@
 """One optimizer step in progress: how many samples it has over all ranks, and how this rank cuts its share.
 
-A step with a sampler knows every rank's share in advance. If more must be known (rows without a sampler, weights, as
-many micro-batches on every rank), the ranks exchange it when the step begins, together with whether a rank refuses its
-batch: all ranks then raise the same error, and none waits for one that failed. The averaging and the update itself are
-in `trainer`.
+A step with a sampler knows every rank's share in advance. If more must be known, the ranks exchange it when the step
+begins, together with whether a rank refuses its batch: all ranks then raise the same error, and none waits for one that
+failed.
 """
 
 from __future__ import annotations
@@ -78,12 +77,9 @@ def begin_step(
 ) -> TrainingStep:
     """Begin a step over the batches that the ranks have, or over the sampler's next global batch.
 
-    Of this rank's batch, `rows` rows count according to the user; if None, all of them, or as many as the sampler says.
-    `weights` has shape (rows of the batch,). `device` is one from which the group's backend can send. Collective
-    without a sampler, with weights, and if all ranks need the same number of micro-batches.
-
-    Raises:
-        SettingsError: A rank's batch or weights cannot be used; on all ranks alike, if the call is collective.
+    Of this rank's batch, `rows` rows count according to the user. `device` is one from which the group's backend can
+    send. Collective without a sampler, with weights, and if all ranks need the same number of micro-batches; if so, all
+    raise the same SettingsError for batches or weights that cannot be used.
     """
     world = world_of(group)
     given = mine = 0

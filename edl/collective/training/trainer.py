@@ -1,15 +1,13 @@
 """The optimizer step that does not depend on the world size: any number of ranks compute a single process's update.
 
-A step's gradient is the mean over the samples of a global batch, optionally weighted per sample, for example by its
-number of tokens. A rank cuts its share into micro-batches that fit its memory. The mean loss of a micro-batch of n of
-the batch's B samples is multiplied by W·n/B. The mean over W ranks of the accumulated gradients, which is what DDP
-computes, is then the mean over the batch, however uneven the shares are. Gradients are averaged once per step: by DDP
-in the last micro-batch's backward pass, by `synchronize` for a plain module.
+A step's gradient is the mean over the samples of a global batch, optionally weighted per sample. A rank cuts its share
+into micro-batches that fit its memory. The mean loss of a micro-batch of n of the batch's B samples is multiplied by
+W·n/B. The mean over W ranks of the accumulated gradients, which is what DDP computes, is then the mean over the batch,
+however uneven the shares are. Gradients are averaged once per step.
 
 Layers that depend on how samples are grouped still do. BatchNorm normalizes by the statistics of one micro-batch on one
-rank; its running statistics are those of each rank, or with DDP those of rank 0 everywhere. SyncBatchNorm depends only
-on how a step is split into micro-batches. GroupNorm and LayerNorm have no such dependence. Modules with collectives in
-their forward pass (SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and get it.
+rank; SyncBatchNorm depends only on how a step is split into micro-batches. Modules with collectives in their forward
+pass (SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and get it.
 """
 
 from __future__ import annotations
@@ -26,33 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from edl.collective.ranks import exchange
-from edl.collective.training.gradients import (
-    GradientNoise,
-    NoiseMeter,
-    average_gradients,
-    averages_itself,
-    check_averaged,
-    check_wrapping,
-    fails_with_one_row,
-    in_lockstep,
-    is_sharded,
-    least_rows,
-    without_averaging,
-)
-from edl.collective.training.learning_rate import (
-    AdaScale,
-    Policy,
-    RateScaling,
-    SampleSchedule,
-    SquareRoot,
-)
+from edl.collective.training import gradients
+from edl.collective.training.learning_rate import AdaScale, Policy, RateScaling, SampleSchedule, SquareRoot
 from edl.collective.training.sampler import ElasticSampler, cut_rows, micro_batch_sizes
-from edl.collective.training.step import (
-    ONE_ROW,
-    StepRequirements,
-    TrainingStep,
-    begin_step,
-)
+from edl.collective.training.step import ONE_ROW, StepRequirements, TrainingStep, begin_step
 from edl.collective.training.tuner import AutoBatch, BatchSizeTuner
 from edl.errors import ProtocolError, SettingsError
 
@@ -60,10 +35,7 @@ logger = logging.getLogger("edl.collective")
 
 
 class OptionScaling:
-    """Scales an optimizer's options during a step only, so that schedules and checkpoints see the user's values.
-
-    The policy decides whether decays and epsilon are scaled in addition to the learning rate.
-    """
+    """Scales an optimizer's options during a step only, so that schedules and checkpoints see the user's values."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
         self._optimizer = optimizer
@@ -125,9 +97,6 @@ def _scales_moments(optimizer: torch.optim.Optimizer, policy: SquareRoot) -> boo
 def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     kinds = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
     return isinstance(optimizer, kinds) or any("betas" in group for group in optimizer.param_groups)
-
-
-# --- The optimizer step ---
 
 
 B = TypeVar("B")
@@ -203,7 +172,7 @@ class ElasticTrainer:
         self.max_micro_batch = max_micro_batch
         self.clip_norm = clip_norm
         self.schedule = schedule
-        self.noise = GradientNoise()
+        self.noise = gradients.GradientNoise()
         self._scaling = RateScaling(policy, base_batch or asked, asked)
         self._options = OptionScaling(optimizer, policy)
         if auto is not None and sampler is not None and auto.most > sampler.length:
@@ -213,14 +182,14 @@ class ElasticTrainer:
         self._group = group
         self._asked = asked
         measures = isinstance(policy, AdaScale) or auto is not None
-        check_wrapping(model, group, accumulates=measures or max_micro_batch is not None)
+        gradients.check_wrapping(model, group, accumulates=measures or max_micro_batch is not None)
         self._parameters = list(model.parameters())
-        check_averaged(self._updated(), self._parameters)
-        self._meter: NoiseMeter | None = None
+        gradients.check_averaged(self._updated(), self._parameters)
+        self._meter: gradients.NoiseMeter | None = None
         if measures:
-            if is_sharded(model):
+            if gradients.is_sharded(model):
                 raise SettingsError("gradient noise of a sharded module cannot be measured: no AdaScale and no auto")
-            self._meter = NoiseMeter([p for p in self._updated() if p.requires_grad], optimizer)
+            self._meter = gradients.NoiseMeter([p for p in self._updated() if p.requires_grad], optimizer)
         self._tuner = BatchSizeTuner(auto, base_batch or asked) if auto is not None else None
         self._step: TrainingStep | None = None
         self._stepped_at: float | None = None
@@ -259,11 +228,10 @@ class ElasticTrainer:
         Args:
             batch: Tensors, or a nest of them, with one row per sample; see `edl.collective.training.sampler`.
             rows: Without a sampler, how many of the batch's rows count, all if None. Pass 0 on a rank that has no
-                sample but must have a batch. With a sampler, leave it out.
-            weights: Weight of each row of the batch in the mean loss, such as its number of tokens without padding; one
-                finite, non-negative number per row, shape (rows of the batch,). Pass them on every rank or on none. The
-                ranks add them up in a small exchange. None: all rows weigh the same. With weights, the loss that you
-                pass to `backward` must be the weighted mean over the micro-batch.
+                sample but must have a batch.
+            weights: Weight of each row of the batch in the mean loss, such as its number of tokens without padding;
+                shape (rows of the batch,). Pass them on every rank or on none. The loss that you pass to `backward`
+                must then be the weighted mean over the micro-batch.
 
         Yields:
             Micro-batches, with the same structure as the batch.
@@ -279,8 +247,8 @@ class ElasticTrainer:
         how = StepRequirements(
             most=self.max_micro_batch,
             parts=2 if self._meter is not None else 1,
-            all_backward=averages_itself(self.model),
-            lockstep=in_lockstep(self.model),
+            all_backward=gradients.averages_itself(self.model),
+            lockstep=gradients.in_lockstep(self.model),
             least=self._least,
             strict=self._strict,
         )
@@ -291,7 +259,7 @@ class ElasticTrainer:
     def _cut(self, batch: B, step: TrainingStep) -> Generator[B, None, None]:
         begin = 0
         for number, size in enumerate(step.sizes, 1):
-            with without_averaging(self.model) if number < len(step.sizes) else nullcontext():
+            with gradients.without_averaging(self.model) if number < len(step.sizes) else nullcontext():
                 step.due = size
                 yield cut_rows(batch, begin, begin + size) if size else cut_rows(batch, 0, step.stand_in)
                 if step.due is not None:
@@ -341,8 +309,8 @@ class ElasticTrainer:
             raise SettingsError(f"{left} micro-batches are in progress: finish micro_batches() before step()")
         if step.synchronized:
             return
-        if step.world > 1 and not averages_itself(self.model):
-            average_gradients([p for p in self._parameters if p.requires_grad], self._group)
+        if step.world > 1 and not gradients.averages_itself(self.model):
+            gradients.average_gradients([p for p in self._parameters if p.requires_grad], self._group)
         if not step.unscaled:
             step.unscaled = True  # set even if unscaling fails half-way: `discard` must undo it
             self._scaler.unscale_(self.optimizer)
@@ -383,15 +351,12 @@ class ElasticTrainer:
     def discard(self, *, retry: bool = False) -> None:
         """Drop the current step after an error. Every rank must do this, in the same step.
 
-        With DDP, either all ranks or none may have begun their last micro-batch. With FSDP, all must have reached
-        the same point. These passes communicate, and a rank that ran one alone stays out of step.
+        With DDP, either all ranks or none may have begun their last micro-batch. With FSDP, all must have reached the
+        same point. These passes communicate, and a rank that ran one alone stays out of step.
 
-        The loader has already moved on, so all ranks leave the step's samples out of this epoch, and a warning says so.
-        The next batch follows; `samples` and schedules do not count what was not trained. With `retry` the samples are
-        still due: pass the same batch to `micro_batches` again, for instance after lowering `max_micro_batch`.
-
-        Nothing is left out if the sampler was restored or iterated over again since the step began, because the samples
-        are then read again. If no step is in progress, only gradients are dropped.
+        All ranks leave the step's samples out of this epoch, and a warning says so, because the loader has already
+        moved on. With `retry` the samples are still due: pass the same batch to `micro_batches` again. Nothing is left
+        out if the sampler was restored or iterated over again since the step began.
 
         Args:
             retry: Whether you will train the same samples again.
@@ -407,9 +372,8 @@ class ElasticTrainer:
         logger.warning("a step was discarded: %d samples are left out of epoch %d", step.samples, self.sampler.epoch)
 
     def _drop_step(self) -> None:
-        """Drop the current step without counting its samples."""
         step = self._step
-        if step is not None and step.begun and step.left and is_sharded(self.model):
+        if step is not None and step.begun and step.left and gradients.is_sharded(self.model):
             raise SettingsError(
                 "a step of a module sharded by fully_shard was interrupted between two micro-batches, and FSDP cannot "
                 "drop the gradients of the first: let the error end this worker, and resume from a saved state"
@@ -424,13 +388,10 @@ class ElasticTrainer:
         if self._meter is not None:
             self._meter.discard_step()
 
-    # --- The batch ---
-
     def resize(self, global_batch: int) -> None:
         """Change the global batch as soon as the batches that the ranks' loaders have read ahead are trained.
 
-        Every rank must call this after the same step. With a sampler, the ranks agree on the position by a small
-        exchange.
+        Every rank must call this after the same step.
 
         Args:
             global_batch: Samples per step, over all ranks.
@@ -441,8 +402,6 @@ class ElasticTrainer:
         with self.sampler.hold() as handed:
             places = exchange([handed], self._group, self._device)
             self.sampler.resize(global_batch, at=max(place for (place,) in places))
-
-    # --- State ---
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to model, optimizer and sampler; the same on every rank."""
@@ -459,7 +418,7 @@ class ElasticTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in a world of any size. Load the sampler's state as well.
 
-        As with the sampler, a `global_batch` argument that differs from the saved run's applies from here on.
+        A `global_batch` argument that differs from the saved run's applies from here on.
 
         Args:
             state: A state that `state_dict` returned, on any rank of any world.
@@ -480,8 +439,6 @@ class ElasticTrainer:
             if part is not None and saved is not None:
                 part.load_state_dict(saved)
 
-    # --- Internals ---
-
     @property
     def _device(self) -> torch.device:
         return self._parameters[0].device
@@ -491,8 +448,8 @@ class ElasticTrainer:
 
     def _check_least_rows(self) -> None:
         """Make sure that no rank and no micro-batch has a single row if the model normalizes over rows."""
-        self._least = least_rows(self.model)
-        self._strict = fails_with_one_row(self.model)
+        self._least = gradients.least_rows(self.model)
+        self._strict = gradients.fails_with_one_row(self.model)
         if self.sampler is not None:
             self.sampler.require_rows(self._least)
         if not self._strict:

@@ -1,17 +1,13 @@
 """Automatic batch sizes: measures a run's steps, chooses the batch with the best goodput, and logs the decision.
 
-Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, section 3: with a
-step time T, a noise scale of phi samples (`gradients`) and the base batch B0 that the learning rate was chosen for, the
-goodput of a batch B is B/T · (phi + B0)/(phi + B). Here, T is the time from one step to the next, so it includes the
-wait for the loader.
-
-With s micro-batches of m rows on each of W ranks, a step is taken to need
+Qiao et al., "Pollux", OSDI 2021, section 3: with a step time T, a noise scale of phi samples (`gradients`) and the base
+batch B0 that the learning rate was chosen for, the goodput of a batch B is B/T · (phi + B0)/(phi + B). T is the time
+from one step to the next, so it includes the wait for the loader. With s micro-batches of m rows on each of W ranks,
 
     T = s·(a + b·m) + c + d·(W - 2),   where c and d are 0 for W = 1
 
-Pollux also models how far sending gradients overlaps with computing them. That is left out: a batch at most doubles at
-once, and its time is then measured, so a prediction only has to hold for neighbours. The numbers are fitted by least
-squares of the relative errors.
+fitted by least squares of the relative errors. How far sending gradients overlaps with computing them is left out: a
+batch at most doubles at once, and its time is then measured.
 """
 
 from __future__ import annotations
@@ -41,8 +37,8 @@ StepShape: TypeAlias = tuple[int, int, int]
 def fit_step_time(measured: Mapping[StepShape, float]) -> npt.NDArray[np.float64]:
     """Find the a, b, c and d that explain the measured seconds best. None is negative.
 
-    A cost that the measurements cannot tell from the others is 0; if only one shape was measured, all of its time is
-    attributed to its rows.
+    A cost that cannot be told from the others is 0; if only one shape was measured, all of its time is that of its
+    rows.
     """
     table = np.array([_terms(*shape) for shape in measured]) / np.array([[seconds] for seconds in measured.values()])
     free: list[int] = []
@@ -58,9 +54,6 @@ def fit_step_time(measured: Mapping[StepShape, float]) -> npt.NDArray[np.float64
 
 def _terms(world: int, rows: int, parts: int) -> npt.NDArray[np.float64]:
     return np.array([parts, parts * rows, world > 1, max(world - 2, 0)], dtype=np.float64)
-
-
-# --- Choosing the batch with the best goodput ---
 
 
 _LEAST_EFFICIENCY = 0.6  # of a batch tried only to measure it: with less, about half of it would be wasted
@@ -91,10 +84,7 @@ class AutoBatch:
 
 
 def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
-    """Return the progress that a sample makes, relative to a sample in the base batch.
-
-    `noise_scale` is in samples, and may be infinite.
-    """
+    """Return the progress that a sample makes, relative to one in the base batch. `noise_scale` may be infinite."""
     if math.isinf(noise_scale):
         return 1.0
     return (noise_scale + base_batch) / (noise_scale + batch)
@@ -116,8 +106,7 @@ def choose_batch_size(
     per rank), because the model is fitted to what was measured. If only one micro-batch shape was measured, a step's
     fixed cost cannot be told from that of its rows; the batch is then doubled if that wastes little.
 
-    `measured` has the seconds from one step to the next. `noise_scale` is in samples, or None if it is not known yet.
-    `max_micro_batch` is the smallest of all ranks.
+    `noise_scale` is None if it is not known yet. `max_micro_batch` is the smallest of all ranks.
     """
     inside = min(max(batch, settings.least), settings.most)
     if inside != batch:
@@ -157,7 +146,7 @@ def choose_batch_size(
 def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
     """Return the rows of a micro-batch and the number of micro-batches, on the rank that has most.
 
-    A single rank makes at least two micro-batches, because noise cannot be measured with a single group of samples.
+    A single rank makes at least two, because noise cannot be measured with a single group of samples.
     """
     rows = -(-batch // world)
     parts = -(-rows // max_micro_batch) if max_micro_batch else 1
@@ -177,9 +166,6 @@ def _candidates(least: int, most: int, batch: int, world: int, max_micro_batch: 
     if full:
         sizes.update(range(full * max(-(-least // full), 1), most + 1, full * max(1, most // full // 64)))
     return sorted(sizes)
-
-
-# --- The tuner of a run ---
 
 
 _KEPT = 32  # settings whose times are kept: older ones are of batches no longer used, and would slow the fit
@@ -206,10 +192,10 @@ class BatchSizeTuner:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> int:
-        """Record a finished step with `batch` samples on `world` ranks, and every `every_steps` steps choose the batch.
+        """Record a finished step, and every `every_steps` steps choose the batch. Returns the global batch from now on.
 
         Collective: all ranks call it after every step. `seconds` is the time since the step before on this rank, or
-        None if the step should not be counted. Returns the global batch from now on, the same on every rank.
+        None if the step should not be counted.
         """
         if self._setting != (world, batch):
             self._setting = (world, batch)

@@ -91,9 +91,6 @@ def _towards(host: str, port: int) -> str:
         failure = None  # its traceback holds this frame
 
 
-# --- torchrun's options ---
-
-
 _MASTER_PORT = 29500  # torchrun's default
 _MASTER_ADDR = "127.0.0.1"
 _TRUE = ("1", "true", "t", "yes", "y")

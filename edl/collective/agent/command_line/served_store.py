@@ -28,11 +28,7 @@ _PATIENCE_S: Final = 60.0
 
 @contextlib.contextmanager
 def served_store(
-    endpoint: RendezvousEndpoint,
-    credentials: Credentials,
-    *,
-    timeout_s: float,
-    join_timeout_s: float,
+    endpoint: RendezvousEndpoint, credentials: Credentials, *, timeout_s: float, join_timeout_s: float
 ) -> Iterator[ServedStore]:
     """Open the store at an endpoint. This process serves it if it is on that host, until the other nodes have ended.
 

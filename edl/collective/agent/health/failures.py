@@ -239,9 +239,6 @@ def read_error_file(path: Path) -> str:
     return str(callstack or message.get("message", ""))
 
 
-# --- Limits of restarts, and the outcome of a generation on this node ---
-
-
 _FRUITLESS: Final = 10
 """This many restarts in a row without progress end a job: more than a flapping node needs until it is excluded."""
 _FRUITFUL_S: Final = 60.0
@@ -314,9 +311,6 @@ class RestartPolicy:
             self._hangs.append(progress)
         self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1
         self._best_step = max(self._best_step, step)
-
-
-# --- The outcome of a generation on this node ---
 
 
 _PEER_FAILURE_GRACE_S = 0.5

@@ -275,9 +275,6 @@ def _step_limit_s(status: WorkerStatus, limits: HangLimits) -> float:
     return max(limits.floor_s, limits.factor * statistics.median(status.durations_s or (0.0,)))
 
 
-# --- Finding the hung worker of a node ---
-
-
 _BUSY_S: Final = 1.0
 """Seconds for which a worker must be busy before other nodes are told, since that costs a write to the store. With
 more, ranks that wait with a short limit could count as hung."""

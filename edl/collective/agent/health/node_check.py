@@ -143,9 +143,6 @@ def _slow(rounds: Sequence[Mapping[str, CheckRoundResult]], factor: float) -> di
     return slow
 
 
-# --- Running a node check ---
-
-
 _POLL_S: Final = 0.05  # between two looks into the Store; a check takes seconds, and many nodes would load the Store
 _LATE_SHARE: Final = 0.1  # extra time for nodes that began later, as a share of a round's; at least a second
 
@@ -277,9 +274,6 @@ def _run_process(task: Mapping[str, Any], deadline: float, raise_if_stopping: Ca
         ended = last or f"the probe ended with status {process.returncode}"
         reported["error"] = f"could not {step}: " + (f"not done within {task['timeout_s']:.3g} s" if late else ended)
     return reported
-
-
-# --- The check before a node joins ---
 
 
 _LEASE_S: Final = (

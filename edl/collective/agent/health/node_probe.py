@@ -120,9 +120,6 @@ def _best(work: Callable[[], object], check: Callable[[], object], device: torch
     return min(times[1:])
 
 
-# --- The probe's process ---
-
-
 def main(task: dict[str, Any]) -> None:
     """Compute on all devices and report it; then meet the partners, reduce, and report that.
 

@@ -77,8 +77,6 @@ class PeerConnections:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._ended.result(_CLOSE_TIMEOUT_S)
 
-    # --- In the thread ---
-
     def _run(self) -> None:
         accepting = self._loop.create_task(self._accept_all())
         self._loop.run_forever()

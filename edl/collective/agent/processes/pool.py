@@ -92,9 +92,6 @@ def read_stat(pid: int) -> list[str]:
         return []
 
 
-# --- The pool of workers ---
-
-
 _FORK_TIMEOUT_S: Final = 10.0
 """How long a zygote may take to answer: a fork takes milliseconds, or seconds on a busy machine. With less, that would
 lose a zygote, whose successor imports everything again."""

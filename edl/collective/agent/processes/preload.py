@@ -307,9 +307,6 @@ def _is_safe_call(function: ast.expr, safe: set[str]) -> bool:
     return isinstance(function, ast.Constant | ast.JoinedStr) or name in safe
 
 
-# --- Importing modules and checking whether a fork may have them ---
-
-
 _OF_A_WORKER: Final = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",

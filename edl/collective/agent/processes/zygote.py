@@ -40,15 +40,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Final, NoReturn, cast
 
-from edl.collective.agent.processes.preload import (
-    PreloadResult,
-    ProgramImports,
-    find_fork_hazard,
-    preload_modules,
-    scan_imports,
-    sources_of,
-    watched_environ,
-)
+from edl.collective.agent.processes import preload
 
 MESSAGE_NBYTES: Final = 1 << 20  # room to receive; a socket's buffer, 212,992 bytes by default, bounds what is sent
 _PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
@@ -203,26 +195,26 @@ def _reap() -> Iterator[tuple[int, int]]:
             yield pid, status
 
 
-def _warm_up(program: ProgramSpec) -> PreloadResult:
+def _warm_up(program: ProgramSpec) -> preload.PreloadResult:
     if program.kind == "program":
-        return PreloadResult()
+        return preload.PreloadResult()
     first = _first_in_path(program)
     if not getattr(sys.flags, "safe_path", False):  # `-P` or PYTHONSAFEPATH, since Python 3.11
         sys.path.insert(0, first)
     sys.argv = [program.target, *program.arguments]  # where a module imported by a worker expects them
     if not program.prewarm:
-        return PreloadResult()
+        return preload.PreloadResult()
     scan = _scan(program, Path(first))
     named = [(module, "") for module in program.preload]
-    preloaded = PreloadResult()
+    preloaded = preload.PreloadResult()
     with _nvml_check():
         if scan.framework or program.framework in program.preload:
             unfit = _import_framework(program, scan.variables)
-            preloaded = preload_modules([*scan.modules, *named], program.without)
+            preloaded = preload.preload_modules([*scan.modules, *named], program.without)
             preloaded.unfit |= unfit
         else:
-            preloaded = preload_modules(named, program.without)
-        if not preloaded.unfit and (hazard := find_fork_hazard()):
+            preloaded = preload.preload_modules(named, program.without)
+        if not preloaded.unfit and (hazard := preload.find_fork_hazard()):
             preloaded.unfit[program.framework] = hazard
     if missed := ", ".join(module for module in scan.missed if module not in program.preload):
         what = f"{scan.obstacle} runs before the import of {missed}"
@@ -240,16 +232,16 @@ def _first_in_path(program: ProgramSpec) -> str:
     return str(Path(program.target).resolve().parent)
 
 
-def _scan(program: ProgramSpec, folder: Path) -> ProgramImports:
+def _scan(program: ProgramSpec, folder: Path) -> preload.ProgramImports:
     """Find what the program imports before it does anything else, without importing anything."""
     roots = ("torch" if program.framework == "torch" else "paddle", "numpy", "edl")
     folders = [folder, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     if program.kind == "script":
-        return scan_imports([Path(program.target)], folders, roots)
-    files = sources_of(program.target, [*folders, *map(Path, filter(None, sys.path))])
+        return preload.scan_imports([Path(program.target)], folders, roots)
+    files = preload.sources_of(program.target, [*folders, *map(Path, filter(None, sys.path))])
     if files and files[-1].name == "__init__.py":
         files.append(files[-1].with_name("__main__.py"))  # `python -m PACKAGE` runs it
-    return scan_imports(files, folders, roots)
+    return preload.scan_imports(files, folders, roots)
 
 
 def _import_framework(program: ProgramSpec, variables: frozenset[str]) -> dict[str, str]:
@@ -265,7 +257,7 @@ def _import_framework(program: ProgramSpec, variables: frozenset[str]) -> dict[s
     elif _OPTIMIZER not in program.without:
         import torch.nn.parallel
 
-        with undo_side_effects(), watched_environ(variables - _COMMON) as looked_up:
+        with undo_side_effects(), preload.watched_environ(variables - _COMMON) as looked_up:
             torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
         if looked_up:  # some 200 variables take effect when torch._dynamo and torch._inductor are imported
             return {_OPTIMIZER: f"reads {', '.join(sorted(looked_up))}, which the program may set before"}

@@ -3,12 +3,9 @@
 Torch splits a copy evenly among its threads and waits for the slowest. If another process occupied a core, that took
 four times as long as a single thread. Here, threads take small pieces one after another, and the calling thread helps.
 
-Tensors on a GPU are copied through two pinned buffers, on a separate stream. A GPU writes into pinned memory at the
-speed of its bus, and while it fills one buffer, the CPU empties the other. The copies wait for work that is queued on
-the caller's stream, such as an optimizer's step, and the caller waits for the copies. So later changes to the tensors
-cannot affect them. https://docs.pytorch.org/docs/stable/notes/cuda.html
-
-`SlotWriter`, at the end, uses this to put a state into slots of shared memory.
+Tensors on a GPU are copied through two pinned buffers, on a separate stream: while the GPU fills one, the CPU empties
+the other. The copies wait for work that is queued on the caller's stream, and the caller waits for the copies, so later
+changes to the tensors cannot affect them. https://docs.pytorch.org/docs/stable/notes/cuda.html
 """
 
 from __future__ import annotations
@@ -35,11 +32,9 @@ from edl.settings import positive_int, read
 logger = logging.getLogger(__name__)
 
 
-_BUFFER_NBYTES: Final = 32 << 20
-"""Bytes of each buffer: some milliseconds of the GPU's bus, compared to which starting a copy costs nothing."""
+_BUFFER_NBYTES: Final = 32 << 20  # some milliseconds of the GPU's bus: starting a copy costs nothing next to that
 
-CopyPiece = tuple[Any, Any]
-"""Bytes to copy to, and bytes to copy from, as numpy arrays of uint8."""
+CopyPiece = tuple[Any, Any]  # bytes to copy to, and bytes to copy from, as numpy arrays of uint8
 
 
 def finish_queued_work() -> None:
@@ -57,10 +52,7 @@ class _Filled:
 
 
 class PinnedStaging:
-    """Copies tensors from GPUs. Only one caller may use it at a time.
-
-    It has two buffers of `nbytes` bytes each, which are allocated for the first copy.
-    """
+    """Copies tensors from GPUs, through two buffers of `nbytes` bytes each. Only one caller may use it at a time."""
 
     def __init__(self, nbytes: int = _BUFFER_NBYTES) -> None:
         self._nbytes = nbytes
@@ -73,10 +65,9 @@ class PinnedStaging:
         sources: Sequence[torch.Tensor],
         write: Callable[[Sequence[CopyPiece]], object],
     ) -> None:
-        """Copy `sources`, which are on GPUs, to `targets` on the CPU, and return when all is copied.
+        """Copy `sources`, which are on GPUs, to contiguous `targets` on the CPU, and return when all is copied.
 
-        Targets are contiguous, and have the sources' shapes and dtypes. `write` copies pieces from a buffer to the
-        targets, and returns when it is done.
+        `write` copies pieces from a buffer to the targets, and returns when it is done.
         """
         pairs = list(zip(targets, sources, strict=True))
         for device in dict.fromkeys(source.device for source in sources):
@@ -159,11 +150,8 @@ def _pinned_buffer(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-_PIECE_NBYTES: Final = 4 << 20
-"""Bytes of a piece: about a millisecond, compared to which starting it costs next to nothing. It also bounds how long
-the other threads wait for the slowest."""
-_MOST_THREADS: Final = 4
-"""More than four threads do not copy faster, because memory bandwidth is used up."""
+_PIECE_NBYTES: Final = 4 << 20  # about a millisecond, and the longest wait of the other threads for the slowest
+_MOST_THREADS: Final = 4  # with more, memory bandwidth is used up
 
 
 class TensorCopier:
@@ -182,10 +170,7 @@ class TensorCopier:
 
     @torch.no_grad()
     def copy_tensors(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy `sources` to `targets`, which have the same shapes and dtypes.
-
-        Targets are contiguous, on the CPU, and share no memory with a source.
-        """
+        """Copy `sources` to `targets`, which are contiguous, on the CPU, and share no memory with a source."""
         self._copy_pieces(self._plan(targets, sources))
 
     def close(self) -> None:
@@ -212,10 +197,7 @@ class TensorCopier:
         self._copy_pieces([part for piece in pieces for part in _cut_pieces(*piece)])
 
     def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
-        """Copy pieces: this thread and its helpers take one after another, and it waits for no helper to begin.
-
-        If a piece cannot be copied, no further piece is begun.
-        """
+        """Copy pieces: this thread and its helpers take one after another, and it waits for no helper to begin."""
         waiting = deque(pieces)
 
         def work() -> None:
@@ -253,9 +235,6 @@ def _cut_pieces(to: Any, of: Any) -> Iterator[CopyPiece]:
         yield to[begin : begin + _PIECE_NBYTES], of[begin : begin + _PIECE_NBYTES]
 
 
-# --- Writing a state into slots of shared memory ---
-
-
 class SlotWriter:
     """Copies states into slots. Only one thread may use it at a time."""
 
@@ -264,10 +243,7 @@ class SlotWriter:
         self._views: dict[tuple[Path, int], tuple[mmap.mmap, tuple[TensorEntry, ...], list[torch.Tensor]]] = {}
 
     def write_state(self, state: State, slots: SlotPair, header: SlotHeader) -> frozenset[int]:
-        """Copy `state` into the older of two slots.
-
-        Returns the ranks that hold the same shards as this one; empty if the state is not sharded.
-        """
+        """Copy `state` into the older of two slots. Returns the ranks that hold the same shards."""
         captured = state.capture()
         nbytes = captured.data_nbytes
         number, memory = slots.begin_write(nbytes, len(captured.meta))

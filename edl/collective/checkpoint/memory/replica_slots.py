@@ -1,10 +1,8 @@
 """Which states are kept so that a node's peer can get a replica, and where the files are: shared by workers and agents.
 
-After the loss of a host, its shards exist elsewhere only if its agent sent them to a peer. They are useful only if all
-ranks' shards of the same step can still be found. So about every 10 s all ranks agree on a save that is *kept* until
-the next one, under a second name for its slot's file. The agent has that long to send it to its peer, and if the peer
-is lost, the other parts of that state are still here. The kept states are therefore the same on all nodes, and agents
-need not ask one another.
+Shards of a lost host are useful only if all ranks' shards of the same step can be found. So about every 10 s all ranks
+agree on a save that is *kept* until the next one, under a second name for its slot's file. The agent has that long to
+send it to its peer. The kept states are therefore the same on all nodes, and agents need not ask one another.
 
 ::
 
@@ -15,10 +13,8 @@ need not ask one another.
     replicas/wanted       the agent's request to keep the next state
 
 The request names the newest state that was sent completely. A worker that has kept a newer state does not agree to keep
-another. So the older of the two kept states has a replica on every node until the newer one does. When all ranks
-agree to keep a third, the first is removed before the third is written. If saves are rarer than transfers, as with
-large states, the third then takes the memory of the first, and only the memory of two slots is needed; otherwise that
-of four.
+another, so the older of two kept states has a replica on every node until the newer one does. When all ranks agree to
+keep a third, the first is removed before the third is written.
 """
 
 from __future__ import annotations
@@ -40,8 +36,7 @@ from edl.collective.checkpoint.memory.slots import (
 )
 from edl.settings import read
 
-NO_VERSION: StateVersion = (-1, -1, -1)
-"""Older than any state."""
+NO_VERSION: StateVersion = (-1, -1, -1)  # older than any state
 
 
 def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[CompleteSlot]:
@@ -97,9 +92,6 @@ class ReplicaFolder:
 class ReplicaSlots:
     """States that a worker keeps for replicas, and replicas of other nodes' states.
 
-    `slots` is the prefix of the worker's usual slots, next to which states are kept. In `folder`, the agent requests
-    states.
-
     Attributes:
         slots: Second names of this worker's own kept states. Only read or invalidate them.
     """
@@ -123,7 +115,7 @@ class ReplicaSlots:
         return word is not None and all(slot.header.version <= word for slot in self.slots.find_complete())
 
     def free_oldest_slot(self) -> None:
-        """Free the memory of the older of two kept states, because all ranks will keep the next save."""
+        """Free the memory of the older of two kept states."""
         there = [path for path in self._names if path.exists()]
         if len(there) == len(self._names):
             versions = {found.path: found.header.version for found in self.slots.find_complete()}
@@ -134,10 +126,7 @@ class ReplicaSlots:
                 oldest.unlink()
 
     def keep_slot(self, saved: CompleteSlot) -> None:
-        """Keep the state in this slot, even when others are saved later. It must be newer than all kept states.
-
-        Nothing is kept after `stop_keeping`.
-        """
+        """Keep this state, which is newer than all kept ones, even when others are saved later."""
         if self._given_up:
             return
         self.free_oldest_slot()

@@ -1,15 +1,10 @@
 """Restoring from memory: all ranks announce what their slots hold, and ranks that lack the chosen state are sent it.
 
-A rank that lacks a state gets a copy of another rank's whole slot into its own. Restoring is then local for all ranks,
-and the state exists in one more place. Only a sharded state in a world of another size is assembled from parts on the
-way. A part of a sharded state that is in no rank's own slots comes from a rank that held the same shards (HSDP), or
-else from a replica (`edl.collective.checkpoint.memory.replica_slots`).
-
-A later generation wins over one that got further: the work of a world that the others had given up on is not
-restored.
-
-If tensors are sharded within groups of ranks and replicated between the groups (HSDP), several ranks hold the same
-shards. Their saved metadata says so, and any of these ranks is enough.
+A rank that lacks a state gets a copy of another rank's whole slot into its own; restoring is then local for all ranks.
+Only a sharded state in a world of another size is assembled from parts on the way. A part that is in no rank's own
+slots comes from a rank that held the same shards (HSDP: several ranks hold them, as the saved metadata says), or else
+from a replica. A later generation wins over one that got further: the work of a world that the others had given up on
+is not restored.
 """
 
 from __future__ import annotations
@@ -21,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from edl.collective import ranks
 from edl.collective.checkpoint.encoding import from_json, parse_meta, to_json
 from edl.collective.checkpoint.memory.copying import slot_bytes
 from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
@@ -33,27 +29,12 @@ from edl.collective.checkpoint.memory.slots import (
     StateVersion,
 )
 from edl.collective.checkpoint.state.state import State
-from edl.collective.ranks import (
-    Group,
-    broadcast_bytes,
-    broadcast_tensor,
-    byte_tensor,
-    gather_bytes,
-    global_rank,
-    rank_of,
-    receive_bytes,
-    receive_tensor,
-    send_bytes,
-    send_tensor,
-    world_of,
-)
 from edl.errors import ProtocolError
 
 logger = logging.getLogger(__name__)
 
 
-ShardHolders = Mapping[SlotHeader, Collection[int]]
-"""The ranks that held the same shards, by the header of a part of a sharded state."""
+ShardHolders = Mapping[SlotHeader, Collection[int]]  # ranks that held the same shards, by the header of a part
 
 
 @dataclass(frozen=True)
@@ -73,12 +54,7 @@ class RestorePlan:
     from_replicas: bool = False  # whether some part is in no rank's own slots, but only in a replica, which may be old
 
     def matches_slot(self, header: SlotHeader, part: int) -> bool:
-        return (header.generation, header.step, header.world, header.rank) == (
-            self.generation,
-            self.step,
-            self.world,
-            part,
-        )
+        return (*header.version, header.rank) == (self.generation, self.step, self.world, part)
 
 
 def choose_state(
@@ -87,20 +63,15 @@ def choose_state(
     same: ShardHolders | None = None,
     before: int | None = None,
 ) -> RestorePlan | None:
-    """Choose the newest state of which every required part is in some rank's memory.
+    """Choose the newest state of which every required part is in some rank's memory; None if there is none.
 
-    Args:
-        offers: Headers of the slots of each present rank.
-        replicas: Headers of the lost ranks' replicas that each present rank finds on its host. They count for sharded
-            states, for parts that are in no rank's own slots.
-        same: Ranks that held the same shards as the rank that saved a part. Any of them that is offered is enough. It
-            is better than a replica, which costs the same and must be compared with storage.
-        before: The step after which the workers hung, if they did. An earlier state is then preferred if every rank of
-            this world has its own part: whatever the script did after that step, such as an evaluation, is repeated,
-            while the training loop would skip it if it resumed from the state after that step.
+    `offers` are the headers of the slots of each present rank. `replicas` are those of the lost ranks' replicas on each
+    rank's host, which count only for parts of sharded states that are in no rank's own slots. `same` are ranks that
+    held the same shards; any of them is better than a replica, which must be compared with storage.
 
-    Returns:
-        The plan, or None if there is no such state.
+    `before` is the step after which the workers hung, if they did. An earlier state is then preferred if every rank of
+    this world has its own part: whatever the script did after that step is repeated, while the training loop would skip
+    it.
     """
     held = _group_by_state(offers)
     size = len(offers)
@@ -117,8 +88,8 @@ def choose_state(
             return _plan_replicated(*_newest_entire(state, held, size), size)
         equal_parts = _equal_parts(state, parts, same or {})
         lost = {
-            part: ranks
-            for part, ranks in copied.get(state, {}).items()
+            part: givers
+            for part, givers in copied.get(state, {}).items()
             if part not in parts and part not in equal_parts
         }
         if parts.keys() | lost.keys() | equal_parts.keys() >= set(range(state[2])):
@@ -132,8 +103,7 @@ def _newest_entire(
     """Return the newest state of which every rank has its own part, if the same world can resume from such a state.
 
     A rank that died before it saved what the others have would get another rank's part, and its random numbers would
-    start over. So the save before, which all ranks have, is preferred. It is still there, because no rank can have
-    saved more than once since. If no state has all parts, because a host was lost, the newest state is returned.
+    start over. So the save before, which all ranks have, is preferred; if a host was lost, the newest is returned.
     """
     for state in sorted(held, reverse=True):
         if state[2] == size == newest[2] == len(held[state]):
@@ -144,9 +114,9 @@ def _newest_entire(
 def _equal_parts(state: StateVersion, parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
     """Return, for parts that no rank offers, an offered part with the same shards; if there are several, in turn."""
     alike: dict[int, list[int]] = {}
-    for header, ranks in sorted(same.items()):
+    for header, equals in sorted(same.items()):
         if header.version == state and header.rank in parts:
-            for rank in ranks:
+            for rank in equals:
                 if rank not in parts:
                     alike.setdefault(rank, []).append(header.rank)
     return {part: found[part % len(found)] for part, found in alike.items()}
@@ -167,7 +137,7 @@ def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int
     In order of preference: its own slot with its own part; a rank that holds its part, if the world has the same size;
     its own slot with any part; the ranks that hold any part, in turn.
     """
-    part_by_rank = {rank: part for part, ranks in parts.items() for rank in ranks}
+    part_by_rank = {rank: part for part, givers in parts.items() for rank in givers}
     givers = sorted(part_by_rank)
     sources, taken, turn = [], [], 0
     for rank in range(size):
@@ -199,9 +169,6 @@ def _plan_sharded(
     return RestorePlan(*state, holders, sources, taken)
 
 
-# --- Restoring ---
-
-
 T = TypeVar("T")
 
 
@@ -227,20 +194,19 @@ class _LocalSlots:
 def restore_from_memory(
     state: State,
     slots: SlotPair,
-    group: Group = None,
+    group: ranks.Group = None,
     *,
     replica_slots: ReplicaSlots | None = None,
     stored: Callable[[], tuple[int, int]] | None = None,
     since: int = 0,
     hung_after: int | None = None,
 ) -> RestoredState | None:
-    """Restore the newest state that is complete in the memory of the group's ranks together. Collective.
+    """Restore the newest state that is complete in the memory of all ranks together; else return None. Collective.
 
-    `stored` returns the generation and step of the newest state on storage. All ranks call it if a part of the state in
-    memory comes only from a replica, or if the state is older than every agent here, because nodes that are gone may
-    have stored a newer one. `since` is the generation in which this rank's agent joined. `hung_after` is the last step
-    of the worker that ran here, if the workers hung, -1 if none ran. Returns the restored state, or None if there is
-    none in memory, or a newer one on storage.
+    `stored` returns the generation and step of the newest state on storage, which wins if it is newer. All ranks call
+    it if a part comes only from a replica, or if the state is older than every agent here, because nodes that are gone
+    may have stored a newer one. `since` is the generation in which this rank's agent joined. `hung_after` is the last
+    step of the worker that ran here, if the workers hung, -1 if none ran.
     """
     held = _read_local_slots(slots, replica_slots)
     own, replicas, same, first, hung = _gather_offers(held, since, hung_after, group)
@@ -263,8 +229,10 @@ def restore_from_memory(
         logger.info("resuming after step %d, the newest for which replicas of lost ranks' states exist", plan.step)
     if plan.sources:
         _exchange_slots(plan, held, slots, group)
-        found = _adopt_slot(plan, plan.parts[rank_of(group)], slots, replica_slots)
-        _load_slot(state, found, local=plan.world == world_of(group) and found.header.rank == rank_of(group))
+        found = _adopt_slot(plan, plan.parts[ranks.rank_of(group)], slots, replica_slots)
+        _load_slot(
+            state, found, local=plan.world == ranks.world_of(group) and found.header.rank == ranks.rank_of(group)
+        )
     else:
         _assemble_state(state, plan, held, group)
         for pair in _slot_pairs(slots, replica_slots):
@@ -287,13 +255,13 @@ def _read_local_slots(slots: SlotPair, replica_slots: ReplicaSlots | None) -> _L
 
 
 def _gather_offers(
-    held: _LocalSlots, since: int, hung_after: int | None, group: Group
+    held: _LocalSlots, since: int, hung_after: int | None, group: ranks.Group
 ) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int, int | None]:
     """Gather what the ranks hold.
 
     Returns the headers in each rank's own slots; the headers of the replicas that each rank finds; the ranks that held
-    the same shards as a slot; the earliest generation in which an agent of this world joined; and, if the workers hung,
-    the step after which the first of them did.
+    the same shards as a slot; the earliest generation in which an agent of this world joined; and the step of the first
+    hang.
     """
     mine: list[Any] = [
         *([_header_row(found.header) for found in kind] for kind in (held.own, held.replicas)),
@@ -302,19 +270,19 @@ def _gather_offers(
         -1 if hung_after is None else hung_after,
     ]
     offers = [mine]
-    if world_of(group) > 1:
-        offers = [from_json(data) for data in gather_bytes(to_json(mine), group)]
+    if ranks.world_of(group) > 1:
+        offers = [from_json(data) for data in ranks.gather_bytes(to_json(mine), group)]
     own, replicas = ([[SlotHeader(*row) for row in offer[kind]] for offer in offers] for kind in (0, 1))
     same = {
-        header: ranks
+        header: equals
         for headers, offer in zip(own, offers, strict=True)
-        for header, ranks in zip(headers, offer[2], strict=True)
+        for header, equals in zip(headers, offer[2], strict=True)
     }
     hung = min((offer[4] for offer in offers if offer[4] >= 0), default=None)
     return own, replicas, same, min(offer[3] for offer in offers), hung
 
 
-def _shard_holders(found: CompleteSlot, group: Group) -> list[int]:
+def _shard_holders(found: CompleteSlot, group: ranks.Group) -> list[int]:
     """Return the ranks that held the same shards as a slot; [] in a group other than the default, which renumbers."""
     meta = found.read_metadata() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
@@ -355,9 +323,9 @@ def _load_slot(state: State, found: CompleteSlot, local: bool) -> None:
     loading.finish()
 
 
-def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group: Group) -> None:
+def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group: ranks.Group) -> None:
     """Copy slots to the ranks that lack them, one after another, in an order that all ranks know."""
-    rank = rank_of(group)
+    rank = ranks.rank_of(group)
     wanted = [(dst, src) for dst, src in enumerate(plan.sources) if dst != src]
     taking = plan.sources[rank] != rank
     giving = {dst: _require_slot(held, plan, plan.parts[dst]) for dst, src in wanted if src == rank}
@@ -369,27 +337,28 @@ def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group
             found = giving[dst]
             meta = _require_unchanged(found.read_metadata(), found) if found not in kept else kept[found].meta
             data = (
-                slot_bytes(found.map_file(), found.data_nbytes) if found not in kept else byte_tensor(kept[found].data)
+                slot_bytes(found.map_file(), found.data_nbytes)
+                if found not in kept
+                else ranks.byte_tensor(kept[found].data)
             )
-            _send_slot(found.header, meta, data, global_rank(dst, group), group)
+            _send_slot(found.header, meta, data, ranks.global_rank(dst, group), group)
         elif dst == rank:
             logger.info("taking the state after step %d from rank %d", plan.step, src)
-            _receive_slot(slots, global_rank(src, group), group)
+            _receive_slot(slots, ranks.global_rank(src, group), group)
 
 
-def _send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, group: Group) -> None:
-    row = [header.generation, header.step, header.world, header.rank, header.sharded, data.numel()]
-    send_bytes(to_json(row), dst, group)
-    send_bytes(meta, dst, group)
-    send_tensor(data, dst, group)
+def _send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, group: ranks.Group) -> None:
+    ranks.send_bytes(to_json([*_header_row(header), data.numel()]), dst, group)
+    ranks.send_bytes(meta, dst, group)
+    ranks.send_tensor(data, dst, group)
 
 
-def _receive_slot(slots: SlotPair, src: int, group: Group) -> None:
-    head, meta = (receive_bytes(src, group) for _ in range(2))
-    generation, step, world, rank, sharded, nbytes = map(int, from_json(head))
+def _receive_slot(slots: SlotPair, src: int, group: ranks.Group) -> None:
+    head, meta = (ranks.receive_bytes(src, group) for _ in range(2))
+    *row, nbytes = from_json(head)
     _, memory = slots.begin_write(nbytes, len(meta))
-    receive_tensor(slot_bytes(memory, nbytes), src, group)
-    slots.commit_write(SlotHeader(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)
+    ranks.receive_tensor(slot_bytes(memory, nbytes), src, group)
+    slots.commit_write(SlotHeader(*row), nbytes, meta)
 
 
 def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
@@ -399,14 +368,14 @@ def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
     return read
 
 
-def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: Group) -> None:
+def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: ranks.Group) -> None:
     """Broadcast every part of a sharded state; each rank takes the regions that it holds now."""
     loading, seen = None, set()
     offered = [(part, holder) for part, holder in enumerate(plan.holders) if holder >= 0]
     for part, holder in offered:
-        copy = _copy_part(held, plan, part) if holder == rank_of(group) else None
-        src = global_rank(holder, group)
-        meta = parse_meta(broadcast_bytes(copy.meta if copy else b"", src, group))
+        copy = _copy_part(held, plan, part) if holder == ranks.rank_of(group) else None
+        src = ranks.global_rank(holder, group)
+        meta = parse_meta(ranks.broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
         for entry in meta.entries:
             new = (entry.key, entry.starts) not in seen  # some layouts keep the same part on several ranks
@@ -418,7 +387,7 @@ def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: G
                 seen.add((entry.key, entry.starts))
                 data = copy.data[entry.offset : entry.offset + entry.nbytes] if copy else bytearray(entry.nbytes)
                 shown = torch.frombuffer(data, dtype=torch.uint8)
-                broadcast_tensor(shown, src, group)
+                ranks.broadcast_tensor(shown, src, group)
                 loading.fill_tensors([replace(entry, offset=0)], shown)
     assert loading is not None
     loading.finish()

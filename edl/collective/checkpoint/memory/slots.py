@@ -6,21 +6,16 @@ slot that does not hold the newest complete state, in this order::
     odd sequence number -> tensors -> metadata -> header and checksums -> even sequence number
 
 So a worker that is killed at any instant leaves one slot complete. A slot file with a second hard link is being read,
-or will be, and is not overwritten. Instead, the next write goes to the spare file, if there is one, whose memory is
-already allocated. The worker links slots that are marked for storage, because they could be overwritten before the
-agent looks, and slots that are kept for a replica (`replica_slots`).
+or will be, and is not overwritten. Instead, the next write goes to the spare file, if there is one. A reader never
+makes the worker wait: it copies a slot, then checks that the sequence number is still the same.
 
-A reader never makes the worker wait. It copies a slot, then checks that the sequence number is still the same; if not,
-it was too slow, and the copy is worthless.
-
-A killed process's stores to memory all take effect, in the order in which it made them. So the sequence number shows
-whether the tensors are complete. Their bytes need no checksum here, which at a gigabyte a second would cost far more
-than the copy. The header and the metadata have checksums. Tensors get theirs when they leave memory
-(`edl.collective.checkpoint.storage.writer`).
+A killed process's stores to memory all take effect, in order, so the sequence number shows whether the tensors are
+complete. Their bytes need no checksum here, which would cost far more than the copy; they get one when they leave
+memory.
 
 Without an agent, a process creates its own private slots. They are removed when it exits or, if it is killed, when the
-next process creates its own. That process recognizes them by a lock file that is no longer locked. Process ids
-would not do, because they mean nothing across containers that share `/dev/shm`. Nothing here uses torch.
+next process creates its own. That process recognizes them by a lock file that is no longer locked; process ids mean
+nothing across containers that share `/dev/shm`. Nothing here uses torch.
 """
 
 from __future__ import annotations
@@ -43,8 +38,7 @@ from typing import Final
 from edl.errors import ClosedError, SettingsError
 from edl.settings import read
 
-HEADER_NBYTES: Final = 4096
-"""Offset of the tensors' bytes: the start of a memory page, which is aligned for any type."""
+HEADER_NBYTES: Final = 4096  # offset of the tensors' bytes: a memory page, which is aligned for any type
 SEQUENCE_AT: Final = 8  # after the magic bytes
 SEQUENCE_NBYTES: Final = 8  # a processor's word, which is written in one operation
 
@@ -55,8 +49,8 @@ _CRC_AT: Final = _FIELDS_AT + _FIELDS.size
 _END: Final = _CRC_AT + 4
 _ALIGN: Final = 64  # a cache line, so that metadata and tensors share none
 
+# Generation, step and world of a state: the same on all ranks that saved it, and sorted from old to new
 StateVersion = tuple[int, int, int]
-"""Generation, step and world of a state. They are the same on all ranks that saved it, and sort from old to new."""
 
 
 @dataclass(frozen=True, order=True)
@@ -125,12 +119,10 @@ def write_page(memory: mmap.mmap, page: SlotPage) -> None:
 
 
 def get_sequence(memory: mmap.mmap) -> int:
-    """Return the sequence number: odd while the slot is being written, even when it is complete."""
     return int.from_bytes(memory[SEQUENCE_AT:_FIELDS_AT], "little")
 
 
 def set_sequence(memory: mmap.mmap, sequence: int) -> None:
-    """Write the sequence number: odd while the slot is being written, even when it is complete."""
     memory[SEQUENCE_AT:_FIELDS_AT] = sequence.to_bytes(SEQUENCE_NBYTES, "little")
 
 
@@ -179,8 +171,7 @@ class CompleteSlot(SlotPage):
         """Give the slot's file a second name, and map it. From then on, `begin_write` does not write to it again.
 
         A write that began a moment earlier is detected only by `PinnedSlot.is_unchanged`, after the contents were read.
-        The memory is held until that name is removed and the mapping is gone. Returns the contents as they were when
-        the slot was found, without a copy; None if it was overwritten since.
+        Returns the contents without a copy; None if the slot was overwritten since it was found.
         """
         name.unlink(missing_ok=True)  # left behind by a killed process; it may even be this file
         try:
@@ -283,7 +274,6 @@ def find_slots(prefix: Path) -> list[CompleteSlot]:
 
 
 def slot_nbytes(prefix: Path) -> int:
-    """Return the size in bytes of the larger of a worker's slots, 0 if there is none."""
     return max((path.stat().st_size for path in slot_paths(prefix) if path.exists()), default=0)
 
 
@@ -325,10 +315,7 @@ _SPARE_NBYTES: Final = 64 << 10  # room for metadata, whose length varies a litt
 
 
 def preallocate_slots(prefix: Path, nbytes: int) -> None:
-    """Allocate the memory of both slots of a worker that has not started yet, so that no rank waits for it later.
-
-    If there is too little memory, the worker will report it.
-    """
+    """Allocate the memory of both slots of a worker that has not started yet, if there is enough."""
     for path in slot_paths(prefix):
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -341,9 +328,8 @@ def preallocate_slots(prefix: Path, nbytes: int) -> None:
 class SlotPair:
     """A worker's two slots, for writing. Only one thread may use it at a time.
 
-    The files are `prefix`.0 and `prefix`.1, created when first needed. If `private`, they are removed when this object
-    is closed or the process exits; until then it holds a lock on `prefix`.lock. Processes forked in the meantime hold
-    the lock too, for as long as they live.
+    If `private`, the files are removed when this object is closed or the process exits; until then it holds a lock on
+    `prefix`.lock, as do processes forked in the meantime.
     """
 
     def __init__(self, prefix: Path, *, private: bool = False) -> None:

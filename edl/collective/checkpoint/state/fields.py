@@ -95,9 +95,8 @@ def field_form(value: Any, names: Names) -> Any:
 def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a field that may be overwritten in place, by their keys in the state.
 
-    These are a module's parameters and buffers, if its `state_dict` returns their memory and not a copy; an optimizer's
-    state; a field that is itself a tensor; and parameters within plain values, to which an optimizer may refer. Tensors
-    of other objects are left to these objects.
+    These are a module's parameters and buffers, if its `state_dict` returns their memory; an optimizer's state; a field
+    that is itself a tensor; and parameters within plain values, to which an optimizer may refer.
     """
     if isinstance(value, nn.Module):
         module = unwrapped(value)

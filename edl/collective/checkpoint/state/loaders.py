@@ -1,21 +1,18 @@
 """What makes a resumed epoch the same: random numbers, and the positions of torchdata's `StatefulDataLoader`.
 
-A loader saves its position in its own `state_dict`, which does not cover some cases (0.11). The code here covers them:
+A loader's own `state_dict` does not cover some cases (0.11):
 
-- Iterating over a loader draws a seed, from its generator or from torch's. A resumed epoch draws a different one than
-  an uninterrupted epoch, so random numbers are restored after that.
+- Iterating over a loader draws a seed. A resumed epoch draws another one, so random numbers are restored after that.
 - A loader that was never iterated over starts its worker processes when it is asked for its state.
 - Some samplers and datasets cannot be resumed exactly, and torchdata reports no error. They are refused here.
-- A stream, or a sampler with a state, keeps a restored place until something is read. Torchdata doesn't always read:
-  from a stream that has ended, in the process in which the next epoch begins. So the place stays, and the next epoch
-  begins there, with nothing left. Asked for its state before it has read anything, such an object also reports a wrong
-  one: the beginning after a restart, or the end of the last epoch in a persistent worker.
+- A stream, or a sampler with a state, keeps a restored place until something is read. Torchdata doesn't read from a
+  stream that has ended, so the next epoch begins at that place, with nothing left. Asked for its state before it has
+  read anything, such an object also reports a wrong one.
 
-  So torchdata iterates over a `_Source`, which passes on the samples, and remembers whether anything was read and
-  whether the end was reached. Until something is read after a restart, its state is the restored one. A source that has
-  ended is not read again. Instead, its place is loaded and one sample is read: at the end there is none, and the place
-  is gone; an object that starts over at its end has one, and the place, which is the next epoch's beginning, is loaded
-  once more.
+  So torchdata iterates over a `_Source`, whose state is the restored one until something is read after a restart. A
+  source that has ended is not read again. Instead, its place is loaded and one sample is read: at the end there is
+  none, and the place is gone; an object that starts over at its end has one, and the place, which is the next epoch's
+  beginning, is loaded once more.
 """
 
 from __future__ import annotations
@@ -124,9 +121,8 @@ _FORM: Final = 2  # of a position; in the first one, torchdata iterated over str
 class _IteratorMaker:
     """Stands in for a loader's method, to give torchdata a `_Source` and to make the iterator of an interrupted epoch.
 
-    Attributes:
-        source: The loader's stream, or its sampler if that has a state; otherwise None.
-        place: Position at which the next iterator resumes; {} to begin an epoch.
+    `source` is the loader's stream, or its sampler if that has a state. `place` is where the next iterator resumes, if
+    not {}.
     """
 
     def __init__(self, loader: Any, place: dict[str, Any]) -> None:
@@ -199,10 +195,8 @@ _END: Final = object()
 class _Source:
     """A stream or sampler as torchdata sees it, for all epochs of a process.
 
-    Attributes:
-        inner: The stream or sampler.
-        seen: Whether it has yielded a sample, in this process or an earlier one.
-        first: What the first read after the restart led to, a reader's state or `_END`, to compare the next epoch with.
+    `seen` says whether it has yielded a sample, in any process. `first` is what the first read after the restart led
+    to, a reader's state or `_END`, to compare the next epoch with.
     """
 
     def __init__(self, inner: Any) -> None:

@@ -1,9 +1,7 @@
 """The state of a training job: everything that must be restored so that training continues as if never interrupted.
 
-A `State` has named fields. `capture` turns them into metadata and a list of live tensors for a save, and `begin_load`
-starts a restore, which fills tensors where they are if possible and replaces plain values. Saving and loading the
-individual kinds of fields is in `fields`, the positions of data loaders are in `loaders`, and matching saved with live
-tensors is in `tensors`.
+The individual kinds of fields are in `fields`, positions of data loaders in `loaders`, and matching saved with live
+tensors in `tensors`.
 """
 
 from __future__ import annotations
@@ -106,10 +104,9 @@ class State:
     - `local` fields belong to one rank alone. They and the states of the random number generators are restored if the
       world has the same size and the rank's host is still part of it.
     - `per_rank` fields belong to one rank alone too, but are never lost: for example, the position in a stream of
-      which every rank reads a different part. They are restored exactly or not at all. The fields of a lost host are
-      restored from another host's replica, like the part of a sharded model, and a world of another size is refused. A
-      `StatefulDataLoader` of torchdata is always such a field, unless it is named in `local`. Give it to the state
-      before you iterate over it.
+      which every rank reads a different part. They are restored exactly or not at all, from another host's replica if
+      need be, and a world of another size is refused. A `StatefulDataLoader` of torchdata is always such a field,
+      unless it is named in `local`. Give it to the state before you iterate over it.
 
     Args:
         rng: Whether to also save the states of Python's, numpy's and torch's random number generators, of every rank.
@@ -276,7 +273,7 @@ class State:
             The restore. Fill its tensors, then call its `finish`.
 
         Raises:
-            SettingsError: `local` is False, but the state has `per_rank` fields, which only their own rank can restore.
+            SettingsError: `local` is False, but the state has `per_rank` fields.
         """
         return StateRestore(self, meta, local)
 
@@ -308,7 +305,6 @@ class StateRestore:
         return self._targets
 
     def fill_tensor(self, entry: TensorEntry, part: torch.Tensor) -> None:
-        """Copy what this rank needs of a tensor, or of a rank's part of it."""
         target = self._targets.get(entry.key)
         if target is not None:
             if tuple(entry.whole) != tuple(target.value.shape):
@@ -316,7 +312,6 @@ class StateRestore:
             target.fill_part(entry.starts, part)
 
     def fill_tensors(self, entries: Iterable[TensorEntry], data: torch.Tensor) -> None:
-        """Copy what this rank needs from `data` (uint8, flat), which contains `entries`."""
         for entry in entries:
             if entry.key in self._targets:
                 self.fill_tensor(entry, view_of(data, entry))

@@ -1,12 +1,11 @@
 """Moving tensors between a live state and a snapshot: collected for a save, and put back by a restore.
 
 A sharded tensor (`DTensor`) is saved as this rank's part, with its position in the whole, its layout over the ranks,
-and the ranks that hold the same part. In a restore, every part fills the region that it shares with the target
-tensor, whichever rank saved it and however many ranks there were.
+and the ranks that hold the same part. In a restore, every part fills the region that it shares with the target tensor.
 
 Modules and optimizers have their sharded tensors when a state is restored, so these are filled in place. Others don't
-exist yet in a process that was just restarted, such as averaged weights that a script clones in its first step, or the
-state of the script's own optimizer. These are created again as they were saved, over a mesh that the live state uses.
+exist yet in a restarted process, such as averaged weights that a script clones in its first step. These are created
+again as they were saved, over a mesh that the live state uses.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def shard_holders(tensor: Any) -> frozenset[int]:
 
 
 def walk_tensors(form: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers with the keys that `TensorCollector` gives them, down to `MAX_DEPTH`."""
+    """Yield the tensors in nested containers with the keys that `TensorCollector` gives them."""
     if isinstance(form, torch.Tensor):
         yield dotted(path), form
     elif len(path) > MAX_DEPTH:
@@ -128,10 +127,7 @@ class LiveMeshes:
                     self._meshes[mesh] = shard_layout(tensor)
 
     def find_mesh(self, layout: ShardLayout) -> Any:
-        """Return the mesh with the same ranks, or else the same shape, or else as many dimensions, or None.
-
-        The dimensions' names must be the same.
-        """
+        """Return the mesh of the same names with the same ranks, or else the same shape, or else as many dimensions."""
         alike = [
             (own.ranks == layout.ranks, own.mesh_shape == layout.mesh_shape, mesh)
             for mesh, own in self._meshes.items()
@@ -142,10 +138,7 @@ class LiveMeshes:
     def empty_tensor(
         self, layout: ShardLayout, whole: Shape, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        """Return a new tensor with a saved layout, the shape `whole`, and this rank's part on `device`.
-
-        Returns None if no mesh of the live state matches.
-        """
+        """Return a new tensor with a saved layout and the shape `whole`; None if no live mesh matches."""
         mesh = self.find_mesh(layout)
         if mesh is None:
             return None

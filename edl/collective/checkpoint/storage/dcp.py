@@ -1,8 +1,7 @@
 """Tensors in the files of `torch.distributed.checkpoint` (DCP), written without a process group, read without pickle.
 
-A file is a sequence of items. A tensor is an item in the format of `torch.save`: a zip archive with the raw bytes in
-its record `data/0`. DCP's `.metadata` says where the items are. DCP chose a pickle for it, so EDL writes one for
-scripts that load with `dcp.load`, but never reads it itself.
+A tensor is an item of a file in the format of `torch.save`: a zip archive with the raw bytes in its record `data/0`.
+DCP's `.metadata`, a pickle, says where the items are: written for scripts that use `dcp.load`, but never read here.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from edl.collective.ranks import byte_tensor
 from edl.errors import ProtocolError
 
 _VERSION = "1.0.0"
-_LOCAL_HEADER = struct.Struct("<26xHH")
-"""Header of a record in a zip archive, up to the lengths of the record's name and of its extra field."""
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a record in a zip archive, up to the lengths of name and extra field
 
 
 def write_rank_file(copy: SlotCopy, stream: ChecksumWriter) -> dict[str, Any]:
@@ -125,10 +123,7 @@ def _describe_tensor(
 
 
 def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.Tensor:
-    """Return the tensor in an item of a file, sharing the item's memory if its alignment allows.
-
-    `check` compares the item's checksums.
-    """
+    """Return the tensor in an item of a file, sharing the item's memory if its alignment allows."""
     try:
         with zipfile.ZipFile(io.BytesIO(item)) as archive:
             records = {info: _find_record(item, info) for info in archive.infolist()}

@@ -80,8 +80,8 @@ class CheckpointName:
 def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
     """Sort checkpoints from new to old, with those that their own run has abandoned at the end.
 
-    If a later generation of a run has stored the same or an earlier step, it resumed before that step. Whatever the
-    earlier generation did from there on is no longer part of the training, even if it got further.
+    If a later generation of a run has stored the same or an earlier step, it resumed before that step, so whatever the
+    earlier generation did from there on is no longer part of the training.
     """
     ordered = sorted(names, reverse=True)
 
@@ -177,18 +177,13 @@ def _form(data: bytes) -> dict[str, Any]:
     return form
 
 
-# --- A folder of checkpoints on any file system ---
-
-
-_CHUNK_NBYTES: Final = 8 << 20
-"""Bytes per write: a storage that takes a megabyte a second shows progress every eight seconds, and an object store
-needs parts of at least 5 MB."""
+_CHUNK_NBYTES: Final = 8 << 20  # shows progress on slow storage, and is above the 5 MB of an object store's parts
 
 
 class ChecksumWriter(io.RawIOBase):
     """Passes bytes on to an open file, counting them and computing their checksum.
 
-    `written` is called with the number of bytes every time the file has taken a chunk of a few megabytes.
+    `written` is called with the number of bytes of each chunk that the file has taken.
     """
 
     def __init__(self, file: Any, written: Callable[[int], object] = lambda nbytes: None) -> None:
@@ -285,11 +280,7 @@ class CheckpointFolder:
             self._fs.makedirs(self._path(name), exist_ok=True)
 
     def write_file(self, name: CheckpointName, file: str, write: Callable[[ChecksumWriter], object]) -> FileDigest:
-        """Write a file of a checkpoint, and on a local file system sync it to disk. Returns its digest.
-
-        Raises:
-            FileNotFoundError: The checkpoint has no folder, perhaps because another node has completed a newer one.
-        """
+        """Write a file of a checkpoint, and on a local file system sync it to disk. Returns its digest."""
         with _translated():
             opened = self._fs.open(f"{self._path(name)}/{file}", "wb")
         try:
@@ -310,10 +301,7 @@ class CheckpointFolder:
         return writer.digest
 
     def replace_file(self, name: CheckpointName, file: str, data: bytes) -> FileDigest:
-        """Replace a small file, which several nodes may write. Returns its digest.
-
-        A reader sees either the previous contents or all of the new file.
-        """
+        """Replace a small file, which several nodes may write, in one step. Returns its digest."""
         if not self._local:
             return self.write_file(name, file, lambda stream: stream.write(data))
         draft = f".{file}.{secrets.token_hex(4)}"
@@ -342,11 +330,7 @@ class CheckpointFolder:
         return self._listed(self._path(name))
 
     def read_manifest(self, name: CheckpointName) -> Manifest | None:
-        """Return a checkpoint's manifest, or None if the checkpoint is not complete.
-
-        Raises:
-            ProtocolError: There is a manifest, but it cannot be read or belongs to another checkpoint.
-        """
+        """Return a checkpoint's manifest, or None if the checkpoint is not complete."""
         try:
             data = self.read_file(name, MANIFEST)
         except FileNotFoundError:

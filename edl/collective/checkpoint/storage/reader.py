@@ -1,9 +1,8 @@
 """Restoring from storage: loads the newest undamaged checkpoint, into a world of any size.
 
-Every byte that is needed is read once, in ranges of megabytes and several at a time. Each rank reads what it alone
-needs. What all ranks need is read by one of them, and broadcast over the process group. The data stays in memory until
-all ranks have verified the checksums of what they read, so a damaged checkpoint leaves the state unchanged. This takes
-no more memory than the slots that the first save needs.
+Every byte that is needed is read once, several megabytes at a time. What all ranks need is read by one of them, and
+broadcast. The data stays in memory until all ranks have verified the checksums of what they read, so a damaged
+checkpoint leaves the state unchanged. This takes no more memory than the slots that the first save needs.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from edl.collective import ranks
 from edl.collective.checkpoint.encoding import StateMetadata, TensorEntry, box_overlap, from_json, read_meta, to_json
 from edl.collective.checkpoint.memory.restore import RestoredState
 from edl.collective.checkpoint.state.state import State, StateRestore
@@ -26,27 +26,14 @@ from edl.collective.checkpoint.storage.folder import (
     Manifest,
     RankManifest,
 )
-from edl.collective.ranks import (
-    Group,
-    all_reduce_max,
-    broadcast_bytes,
-    broadcast_tensor,
-    global_rank,
-    rank_of,
-    world_of,
-)
 from edl.errors import ProtocolError, TemporaryError
 
 logger = logging.getLogger(__name__)
 
-_SPAN_NBYTES: Final = 32 << 20
-"""Items of up to this many bytes in all are read together: enough to keep a storage busy, and quick to broadcast."""
-_BLOCK_NBYTES: Final = 16 << 20
-"""Bytes per read: smaller ones cost an object store more requests, larger ones leave less to do in parallel."""
-_GAP_NBYTES: Final = 64 << 10
-"""Gaps up to this size between two items are read too, instead of splitting the read: metadata and plain values."""
-_READS: Final = 8
-"""Reads at a time: fewer leave the network idle between responses, more make an object store refuse some."""
+_SPAN_NBYTES: Final = 32 << 20  # of items that are read together: keeps a storage busy, and is quick to broadcast
+_BLOCK_NBYTES: Final = 16 << 20  # per read: smaller ones cost more requests, larger ones leave less to do in parallel
+_GAP_NBYTES: Final = 64 << 10  # between items, read too instead of splitting the read: metadata and plain values
+_READS: Final = 8  # at a time: fewer leave the network idle, more make an object store refuse some
 
 
 @dataclass(frozen=True)
@@ -85,11 +72,8 @@ class _Span:
         return read_tensor(view, item.entry, check=check)
 
 
-def restore_from_storage(state: State, url: str, group: Group = None) -> RestoredState | None:
-    """Restore the newest checkpoint under `url` whose needed parts are undamaged. Collective.
-
-    Returns:
-        The restored state, or None if there is no such checkpoint.
+def restore_from_storage(state: State, url: str, group: ranks.Group = None) -> RestoredState | None:
+    """Restore the newest checkpoint under `url` whose needed parts are undamaged; None if there is none. Collective.
 
     Raises:
         TemporaryError: The storage cannot be read.
@@ -105,11 +89,10 @@ def restore_from_storage(state: State, url: str, group: Group = None) -> Restore
     return None
 
 
-def newest_stored(url: str, group: Group = None, *, run: str = "") -> tuple[int, int]:
-    """Find the newest checkpoint under `url`, which may turn out to be damaged later. Collective.
+def newest_stored(url: str, group: ranks.Group = None, *, run: str = "") -> tuple[int, int]:
+    """Return the generation and step of the newest checkpoint of `run`, or of any run; else (-1, -1). Collective.
 
-    If `run` is given, only checkpoints of this run count. Returns the checkpoint's generation and step, or (-1, -1) if
-    there is none.
+    It may turn out to be damaged later.
     """
     try:
         names = (name for name in _share_names(CheckpointFolder(url), group) if name.run == run or not run)
@@ -118,21 +101,21 @@ def newest_stored(url: str, group: Group = None, *, run: str = "") -> tuple[int,
         raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
 
 
-def _share_names(folder: CheckpointFolder, group: Group) -> Iterator[CheckpointName]:
+def _share_names(folder: CheckpointFolder, group: ranks.Group) -> Iterator[CheckpointName]:
     """Yield the names of the complete checkpoints that the first rank sees, so that all ranks try the same ones."""
-    mine = folder.list_checkpoints() if rank_of(group) == 0 else []
+    mine = folder.list_checkpoints() if ranks.rank_of(group) == 0 else []
     names = [str(name) for name in mine if folder.is_published(name)]
-    src = global_rank(0, group)
-    for text in broadcast_bytes("\n".join(names).encode(), src, group).decode().splitlines():
+    src = ranks.global_rank(0, group)
+    for text in ranks.broadcast_bytes("\n".join(names).encode(), src, group).decode().splitlines():
         name = CheckpointName.parse(text)
         if name is not None:
             yield name
 
 
-def _share_rank_manifests(folder: CheckpointFolder, name: CheckpointName, group: Group) -> list[RankManifest]:
+def _share_rank_manifests(folder: CheckpointFolder, name: CheckpointName, group: ranks.Group) -> list[RankManifest]:
     """Return the ranks' manifests of a checkpoint, as read by the first rank; [] if it is incomplete or damaged."""
-    answer = to_json(_read_rank_manifests(folder, name)) if rank_of(group) == 0 else b""
-    found = from_json(broadcast_bytes(answer, global_rank(0, group), group))
+    answer = to_json(_read_rank_manifests(folder, name)) if ranks.rank_of(group) == 0 else b""
+    found = from_json(ranks.broadcast_bytes(answer, ranks.global_rank(0, group), group))
     if "failed" in found:
         raise OSError(found["failed"])
     if "wrong" in found:
@@ -154,9 +137,7 @@ def _read_rank_manifests(folder: CheckpointFolder, name: CheckpointName) -> dict
                 RankManifest.parse(text), rank, manifest
             ):
                 return {"wrong": file}
-    except FileNotFoundError as exc:
-        return {"wrong": str(exc)}
-    except ProtocolError as exc:
+    except (FileNotFoundError, ProtocolError) as exc:
         return {"wrong": str(exc)}
     except OSError as exc:
         return {"failed": str(exc) or type(exc).__name__}
@@ -176,10 +157,10 @@ def _warn_damaged(folder: CheckpointFolder, name: CheckpointName, wrong: str) ->
 
 
 def _load_checkpoint(
-    state: State, folder: CheckpointFolder, name: CheckpointName, pieces: Sequence[RankManifest], group: Group
+    state: State, folder: CheckpointFolder, name: CheckpointName, pieces: Sequence[RankManifest], group: ranks.Group
 ) -> bool:
     """Read what this rank needs. If it is undamaged on all ranks, load it into the state and return True."""
-    rank, world = rank_of(group), world_of(group)
+    rank, world = ranks.rank_of(group), ranks.world_of(group)
     same = len(pieces) == world
     metas = [read_meta(piece.meta) for piece in pieces]
     loading = state.begin_load(metas[rank if same else 0], local=same)
@@ -202,7 +183,7 @@ def _load_checkpoint(
         failed = exc
     verdict = 2 if failed is not None else int(bool(wrong))
     if world > 1:  # so that no rank waits for one that gave up
-        (verdict,) = all_reduce_max([verdict], group)
+        (verdict,) = ranks.all_reduce_max([verdict], group)
     if wrong:
         _warn_damaged(folder, name, wrong)
     if verdict == 2:
@@ -214,7 +195,7 @@ def _load_checkpoint(
     for span, reader in shared:
         span.data = span.data or bytearray(span.nbytes)
         whole = torch.frombuffer(span.data, dtype=torch.uint8)
-        broadcast_tensor(whole, global_rank(reader, group), group)
+        ranks.broadcast_tensor(whole, ranks.global_rank(reader, group), group)
         _fill_from_span(loading, span)
     loading.finish()
     return True
@@ -284,9 +265,7 @@ def _read_spans(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[
         try:
             list(pool.map(read, blocks))
             list(pool.map(check, spans))
-        except FileNotFoundError as exc:
-            return f"{exc}"
-        except ProtocolError as exc:
+        except (FileNotFoundError, ProtocolError) as exc:
             return str(exc)
         finally:
             pool.shutdown(cancel_futures=True)

@@ -1,13 +1,11 @@
 """Storing checkpoints: from the slots of a node's workers to a folder that outlives the node.
 
-A node's agent runs a `CheckpointPersister`, or the worker does if there is no agent. An agent's thread polls the slots
-for marked states; a worker's thread is woken when one is saved. Failures are retried with growing pauses, and at the
-end of a job, `close` waits for the last state.
+A node's agent runs a `CheckpointPersister`, or the worker does if there is no agent. Its thread needs no process group
+and never makes a worker wait. Failures are retried with growing pauses, and at the end of a job, `close` waits for the
+last state.
 
-The thread stores with a `CheckpointWriter`, which needs no process group and never makes a worker wait. Every node
-writes the files of its own ranks, and a node that finds the manifests of all ranks completes the checkpoint. A world
-that was given up must not complete one, so `fence` is called last before that. Folder names and manifests contain step,
-generation and run, which tell what belongs together (`edl.collective.checkpoint.storage.folder`).
+Every node writes the files of its own ranks, and a node that finds the manifests of all ranks completes the checkpoint.
+A world that was given up must not complete one, so `fence` is called last before that.
 """
 
 from __future__ import annotations
@@ -50,9 +48,7 @@ from edl.errors import EDLError, ProtocolError, SettingsError, TemporaryError
 logger = logging.getLogger(__name__)
 
 
-_WRITERS = 4
-"""Ranks of a node that are written at once: enough for a storage that profits from parallel writes, and few enough
-for a slow one, where each further rank delays the first to be complete."""
+_WRITERS = 4  # ranks of a node that are written at once: on a slow storage, more would delay the first to be complete
 
 
 class _OverwrittenError(TemporaryError):
@@ -62,10 +58,8 @@ class _OverwrittenError(TemporaryError):
 class CheckpointWriter:
     """Writes a node's part of checkpoints to a URL. Only one thread may use it at a time.
 
-    `run` returns the name of the slots' run, which is the same on all ranks and never used again. It returns "" as long
-    as the name is not known, and then nothing is stored; it may raise a TemporaryError. `keep` is the number of
-    complete checkpoints to keep. `fence` is called before a checkpoint is completed, and returns whether this node's
-    world is still current.
+    `run` returns the name of the slots' run; as long as that is "", nothing is stored. `keep` is the number of complete
+    checkpoints to keep. `fence` returns whether this node's world is still current.
     """
 
     def __init__(
@@ -79,30 +73,23 @@ class CheckpointWriter:
 
     @property
     def written_nbytes(self) -> int:
-        """The number of bytes that the storage has accepted so far. Other threads may read it."""
         return self._folder.written_nbytes
 
     def check_storage(self) -> None:
-        """Check that the storage can be written to, before a state has to be stored."""
         try:
             self._folder.check_writable()
         except OSError as exc:
             raise SettingsError(f"checkpoints cannot be stored at {self._folder.url}: {exc}") from exc
 
     def write_newest(self, slots: Sequence[Path], *, marked: bool = False) -> tuple[int, bool] | None:
-        """Store the newest state that all of `slots` hold and that was not stored yet.
+        """Store the newest state, `marked` or any, that all of `slots` hold and that was not stored yet.
 
-        `slots` are the `EDL_SLOTS` prefixes of this node's workers. With `marked`, only states count that the workers
-        have marked for storage, which they do at the same steps on all nodes.
-
-        Returns:
-            The state's step, and whether the checkpoint is complete now: if not, other nodes have not written their
-            parts yet. None if nothing was stored: there was nothing to store, the run has no name yet, the fence
-            refused, or a marked state was overwritten too soon, in which case a newer state is marked.
+        Returns the state's step, and whether the checkpoint is complete now: if not, other nodes have not written their
+        parts yet. None if nothing was stored: there was nothing to store, the run has no name yet, the fence refused,
+        or a marked state was overwritten too soon, in which case a newer state is marked.
 
         Raises:
             TemporaryError: The storage failed, there was too little memory, or the state was overwritten too soon.
-                Earlier checkpoints are unchanged.
         """
         found = newest_common_state([find_marked_slots(slot) if marked else find_slots(slot) for slot in slots])
         state = found[0].header.version if found else NO_VERSION
@@ -137,8 +124,8 @@ class CheckpointWriter:
     def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
         """Unmark states that will never be stored: while a mark exists, workers mark no other state by themselves.
 
-        A worker marks a state as soon as it is complete. So if a worker has a newer state but no mark on this one, it
-        has skipped it, and this state will never be marked by all workers.
+        If a worker has a newer state but no mark on this one, it has skipped it: workers mark a state when it is
+        complete.
         """
         for prefix in slots:
             state = next((mark.header.version for mark in find_marked_slots(prefix)), NO_VERSION)
@@ -149,11 +136,7 @@ class CheckpointWriter:
                 unmark_slot(prefix, state)
 
     def _store_slots(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> None:
-        """Write the parts that are not stored yet.
-
-        All slots are pinned before the first is written, because their workers continue training. They are then
-        written together.
-        """
+        """Write the parts that are not stored yet. All slots are pinned first, as their workers train on."""
         try:
             if self._folder.is_published(name):
                 return  # by this agent's predecessor, or by other nodes that already have its part
@@ -174,8 +157,8 @@ class CheckpointWriter:
     def _write_together(self, name: CheckpointName, copies: Sequence[PinnedSlot]) -> None:
         """Write several ranks' parts at a time. Raises the first error after those in progress have ended.
 
-        The threads are daemons, as is the thread that calls this under an agent: a storage that hangs must not keep a
-        process from exiting, as an executor's threads would.
+        The threads are daemons: a storage that hangs must not keep a process from exiting, as an executor's threads
+        would.
         """
         for begin in range(0, len(copies), _WRITERS):
             some = copies[begin : begin + _WRITERS]
@@ -185,10 +168,7 @@ class CheckpointWriter:
                 call.result()
 
     def _has_rank(self, name: CheckpointName, found: CompleteSlot, there: Collection[str]) -> bool:
-        """Return whether a rank's part is already among the files `there`: its manifest, which is written last, and it.
-
-        A removal that was interrupted may have left only one of the two.
-        """
+        """Return whether a rank's part is among the files `there`: its manifest, which is written last, and it."""
         file = RankManifest.file_name(found.header.rank)
         try:
             piece = RankManifest.parse(self._folder.read_file(name, file)) if file in there else None
@@ -210,8 +190,7 @@ class CheckpointWriter:
     def _complete(self, name: CheckpointName, world: int) -> bool | None:
         """Complete the checkpoint if every rank's manifest is there. Returns None if the fence refuses.
 
-        In that case the files stay, as an incomplete checkpoint: the fence also refuses if it cannot tell, and other
-        nodes may still be writing there. A newer checkpoint removes it.
+        The fence also refuses if it cannot tell, and other nodes may still be writing there, so the files stay.
         """
         there = self._folder.list_files(name)
         if MANIFEST in there:
@@ -278,33 +257,21 @@ def _has_passed_by(prefix: Path, state: StateVersion) -> bool:
     return newer and all(mark.header.version != state for mark in find_marked_slots(prefix))
 
 
-# --- The thread that stores ---
-
-
-POLL_S: Final = 0.5
-"""Seconds between two checks of an agent for marked states, as its workers cannot wake it. A check reads one page of
-memory for each worker, and a state waits at most this long."""
-_RETRY_FIRST_S: Final = 0.5
-"""Wait after a first failure: most temporary refusals of a storage ("slow down") are over by then."""
-_RETRY_LAST_S: Final = 30.0
-"""Longest wait between two attempts: with longer ones, a storage that works again would stay unused for minutes."""
-_CLOSE_RETRY_S: Final = 0.5
-"""Wait between attempts at the end of a job. It does not grow, because a person or a scheduler is waiting."""
-_WORKER_RETRY_S: Final = 30.0
-"""Seconds for which a worker without an agent retries when it ends: every rank of the job waits this long."""
-_CLOSE_POLL_S: Final = 0.1
-"""Seconds between two checks of `close` for progress: a small part of any reasonable `timeout_s`."""
-_CHECK_POLL_S: Final = 0.05
-"""Seconds between two calls of `raise_if_stopping`: a signal should seem to be handled at once."""
+POLL_S: Final = 0.5  # the wait of a marked state, as an agent's workers cannot wake it; a check reads a page per worker
+_RETRY_FIRST_S: Final = 0.5  # most temporary refusals of a storage ("slow down") are over by then
+_RETRY_LAST_S: Final = 30.0  # with longer ones, a storage that works again would stay unused for minutes
+_CLOSE_RETRY_S: Final = 0.5  # at the end of a job, when a person or a scheduler is waiting
+_WORKER_RETRY_S: Final = 30.0  # how long a worker without an agent retries when it ends: every rank waits this long
+_CLOSE_POLL_S: Final = 0.1  # between two checks of `close` for progress
+_CHECK_POLL_S: Final = 0.05  # between two calls of `raise_if_stopping`: a signal should seem to be handled at once
 
 
 class CheckpointPersister:
     """Stores the states that workers mark for storage and, on request, the newest state even if it is not marked.
 
     Nothing is stored before `start`, or if `url` is empty. A failure is reported once and then retried. `report` is
-    also called when storing falls behind the `interval_s` between two marked states, or catches up. `run`, `fence` and
-    `keep` are those of `CheckpointWriter`; without `run`, `set_run` sets the name. Every `poll_s`, the thread looks for
-    marked states without `wake`.
+    also called when storing falls behind the `interval_s` between two marked states, or catches up. Without `run`,
+    `set_run` sets the name. Every `poll_s`, the thread looks for marked states without `wake`.
     """
 
     def __init__(

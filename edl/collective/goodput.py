@@ -8,12 +8,9 @@ and never lost. Every node's agent counts its own time (`agent.status_publisher`
     jobs/JOB/left-out/HOST          a host that the job excludes (edl.collective.job_records)
     jobs/JOB/events/NODE/BEGAN      what recently happened to that agent or was seen by it
 
-None of these keys has a lease: they stay when the agents are gone. `read_job` combines them into one `JobSummary`.
-
-Synchronous training is as fast as its slowest rank. So at each moment the job is charged like the node that trained
-least, among the nodes that run workers. If none does, the node with the most idle time decides; if no agent is alive,
-the job is DOWN. A node that waits to join costs the job nothing, but its workers' seconds count in `worker_goodput`.
-Nodes are aligned by their wall clocks: an error of a second moves at most a second at each restart.
+At each moment the job is charged like the node that trained least, among the nodes that run workers: synchronous
+training is as fast as its slowest rank. If none does, the node with the most idle time decides; if no agent is alive,
+the job is DOWN. A node that waits to join costs only `worker_goodput`.
 """
 
 from __future__ import annotations
@@ -188,9 +185,7 @@ class Event:
 
     at: float  # wall clock in seconds since 1970
     node: str  # the node that it happened to, or that saw it
-    # "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation" or "error"; any other kind is shown as
-    # it is
-    kind: str
+    kind: str  # "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation", "error", or another
     text: str = ""  # what happened, in a few words
     generation: int = -1  # generation of the world in which it happened; -1 before the first
     cause: str = ""  # in a summary, what led to it, in words; empty where that is not known
@@ -205,11 +200,7 @@ JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"
 
 
 def decode_part(key: str, value: bytes) -> JobPart:
-    """Read an entry of a job, whose `key` starts at `jobs/`.
-
-    Raises:
-        ProtocolError: This version cannot read the entry.
-    """
+    """Read an entry of a job, whose `key` starts at `jobs/`."""
     _, _, part = key.split("/", 2) if key.count("/") > 1 else ("", "", "")
     if part == "world":
         return World.decode(value)
@@ -265,9 +256,7 @@ class NodeStatus:
     node: str  # name of the agent
     ranks: list[int] | None  # ranks of its workers in the current world; None if it is not a member
     workers: int  # number of workers that it has or wants
-    # Category of its last span: "train", "load", ...; "left" if its agent ended the ledger or the job has ended, "lost"
-    # if it fell silent
-    state: str
+    state: str  # category of its last span; "left" if its agent or the job has ended, "lost" if it fell silent
     silent_s: float  # seconds since its last sign of life
     began: float  # wall clock in seconds; with `node` the key of this life
     generation: int  # generation of its workers' world; -1 before the first
@@ -296,9 +285,7 @@ class JobSummary:
     message: str  # why the current world was made; for a job that failed, the traceback
     generation: int  # generation of the current world; -1 before the first
     world_size: int  # number of ranks
-    # The last finished step. If it is -1, the script uses nothing of EDL that reports steps: all of its time looks like
-    # "load", and its goodput is not known.
-    step: int
+    step: int  # the last finished step; -1 if the script reports none, so that all of its time looks like "load"
     steps_per_s: float  # steps per second of the slowest member over the last 15 seconds
     # Samples per second of all members over the last 15 seconds; None if samples were never reported
     samples_per_s: float | None
@@ -307,9 +294,7 @@ class JobSummary:
     # Seconds by category: train, save, load, rollback, rendezvous, idle, down; their sum is `elapsed_s`
     seconds: Mapping[str, float]
     goodput: float | None  # train / elapsed, from 0 to 1; None if no step was reported
-    # Share of its workers' seconds that trained. Nodes that wait to join, or for slower nodes, lower it. None if no
-    # step was reported.
-    worker_goodput: float | None
+    worker_goodput: float | None  # share of its workers' seconds that trained; None if no step was reported
     # The current members by rank, then other live nodes, then nodes that are gone, the latest first
     nodes: tuple[NodeStatus, ...]
     left_out: tuple[Exclusion, ...]  # hosts that the job excludes because a GPU of theirs failed, in that order
@@ -322,7 +307,7 @@ def read_job(store: Store, job: str, now_s: float | None = None, others: Iterabl
     """Read a job's records from the Store, and return its summary at the wall clock `now_s`, by default now.
 
     Raises:
-        SettingsError: The Store has no such job; the message lists the jobs that it has, and `others`.
+        SettingsError: The Store has no such job.
         ProtocolError: This version cannot read the Store's records.
     """
     if not job or "/" in job or not job.isprintable() or job in (".", ".."):

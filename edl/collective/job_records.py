@@ -97,8 +97,7 @@ class Node(Record):
     leaving: bool = False  # whether it wants to leave and must not be a member of the next world
     paused: int = -1  # the generation in which all of its workers paused; -1 for none
     finished: int = -1  # the generation in which all of its workers ended with exit code 0; -1 for none
-    # The generation in which one of its workers does something long between two steps; -1 for none. A rank that waits
-    # for it does not count as hung, and a node that wants to join waits until it is done.
+    # Generation in which one of its workers is busy between two steps: ranks that wait, and nodes that join, have time
     busy: int = -1
 
 

@@ -58,12 +58,9 @@ class Agent:
         self._lost_peers: set[str] = set()
 
     def run(self) -> int:
-        """Take part in the job until the end.
+        """Take part in the job until the end. Call this from the main thread, with which the workers die.
 
-        Call this from the main thread: it handles signals, and workers die with the thread that started them.
-
-        Returns:
-            The exit code: an `ExitCode`, or 128 plus the signal's number if a signal asked this node to leave.
+        Returns the exit code: an `ExitCode`, or 128 plus the signal's number if a signal asked this node to leave.
 
         Raises:
             SettingsError: The checkpoint storage cannot be used, or the job's other nodes run a different script.
@@ -301,11 +298,7 @@ def _reserve_memory(context: AgentContext) -> None:
 
 
 def _adopt_state(context: AgentContext) -> None:
-    """Use the state in memory that an agent of this job left here, or remove it.
-
-    A state from another run of the same job name, whose records are gone from the store, would count as newer than it
-    is. A state of a job without a name belongs to another training, unless the same command left it.
-    """
+    """Use the state in memory that an agent of this job left here; remove it if it is another run's or training's."""
     host = context.host
     run = JobRun(context.store, context.spec.job)()
     command = context.spec.command

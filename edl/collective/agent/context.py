@@ -58,8 +58,7 @@ class JobRun:
 # --- States that are not stored yet, and the folder in memory, when an agent ends ---
 
 
-_STORE_TIMEOUT_S = 30.0
-"""Longest wait for a last state to be stored; at a job's end, without progress. Kubernetes kills 30 s after SIGTERM."""
+_STORE_TIMEOUT_S = 30.0  # for a last state, at a job's end without progress. Kubernetes kills 30 s after SIGTERM
 _POLL_S = 0.05  # how soon a second signal ends the wait; a person does not notice it
 _SILENT_S = 1.0  # most states are stored sooner, which needs no message
 

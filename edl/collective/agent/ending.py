@@ -46,11 +46,9 @@ class AskedToLeaveError(Exception):
 
 
 class StopSignals:
-    """Counts the signals that arrive between `__enter__` and `__exit__`. Use it in the main thread.
+    """Counts the signals that arrive between `__enter__` and `__exit__`, in the main thread, and calls `wake` for each.
 
-    The handler only counts, and calls `wake`. Slurm repeats SIGTERM (at the start and end of a partition's GraceTime,
-    and for a job that was already asked to end), so with `slurm` only SIGINT, which a person sends through `srun`,
-    makes the node hurry.
+    Slurm repeats SIGTERM, so with `slurm` only SIGINT, which a person sends through `srun`, makes the node hurry.
     """
 
     def __init__(self, wake: Callable[[], None], *, slurm: bool = False) -> None:
@@ -115,8 +113,7 @@ class TerminationMessage:
     exit_code: int = 0  # exit code of the agent
     rank: int = -1  # the rank that failed first; -1 for none
     node: str = ""  # name in the job of the node that ran this rank; of this node if no worker failed
-    # How many processes of this node the kernel killed for lack of memory since the workers were started, if a worker
-    # here failed, else 0; None if the kernel does not tell
+    # Processes of this node that the kernel killed for lack of memory, if a worker failed; None if it does not tell
     oom_kills: int | None = 0
     message: str = ""  # text for a person: as much of the traceback as there is room for
 

@@ -40,12 +40,9 @@ def _text_file(name: str, doc: str) -> Any:
 
 
 class HostFolder:
-    """A folder that belongs to this process until `close`.
+    """A folder that belongs to this process until `close`, in memory if the host has `/dev/shm`.
 
-    Attributes:
-        path: The folder, in memory if the host has `/dev/shm`.
-        previous_owner: The node that owned this folder before; empty if the folder is new.
-        dead: Nodes whose agents have died on this host, including the previous owner.
+    `previous_owner` is the node that owned it before, or empty. `dead` are nodes whose agents have died on this host.
     """
 
     run: str = _text_file("run", "The run of the job that left the state here.")
@@ -118,10 +115,10 @@ class HostFolder:
         return folder
 
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
-        """Release the folder. `keep` leaves its state to the next agent of this job.
+        """Release the folder. `keep` leaves its state to the next agent of this job, if it may be this node's (`used`).
 
-        `used` says whether the state may be this node's, not only the previous owner's. If the job has `ended`, what
-        agents that died on this host left is removed, except for states that could not be stored.
+        If the job has `ended`, what agents that died on this host left is removed, except for states that were not
+        stored.
         """
         with _locked_folder(self.path.parent):
             if ended:

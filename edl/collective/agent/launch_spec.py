@@ -103,15 +103,12 @@ class LaunchSpec:
     environ: Mapping[str, str] = field(default_factory=dict)  # variables added to the workers' environment
     tls: PeerTLS | None = None  # TLS for connections between agents; None for plain TCP
     framework: str = "torch"  # what the workers train with, `torch` or `paddle`
-    # Whether the job has a name under which it can be started again; only then is its state kept in memory. Without a
-    # name no other node can join, so this one continues however long the store does not answer.
+    # Whether the job has a name: only then is its state kept in memory, and other nodes can join
     resumable: bool = True
-    # Digest of the script and its arguments if the job has no name, to recognize states in memory that another command
-    # left; empty if the name identifies the job
+    # Digest of script and arguments if the job has no name, to recognize states in memory that another command left
     command: str = ""
     slurm: bool = False  # whether this node is a task of a Slurm step, so that signals come from Slurm
-    # Whether this node leaves the job, for a start with more memory, when the kernel killed one of its workers for lack
-    # of memory, instead of restarting its workers
+    # Whether this node leaves, for a start with more memory, when the kernel killed a worker for lack of memory
     leave_on_oom: bool = False
     termination_log: str = ""  # file for the message that says why this node ended; empty for none
 

@@ -69,12 +69,9 @@ class Exclusions:
         self._store.delete(self._key)
 
 
+# How long after its lease's end a member may return once the store answers: a client's longest pause between attempts
 _RENEWAL_RETRY_S: Final = 2.0
-"""How long after its lease's end a member may return once the store answers: a client's longest pause between two
-attempts. With less, returning members are dropped; with more, all wait longer for the dead."""
-_RECORD_LOST_S: Final = 8.0
-"""How long a job's record must be missing before that is believed, since a store that has just started may seem empty.
-With less, a job would begin again although its record still exists."""
+_RECORD_LOST_S: Final = 8.0  # before a missing record is believed: a store that has just started may seem empty
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,7 @@ class JobRecords:
 class Membership:
     """This node in a job: its record under a lease, and the records of the job and the other nodes.
 
-    Only `read_world` may be called from any thread; the rest belongs to the agent's thread. Threads of this object call
-    `wake` whenever a record may have changed. The caller closes the store.
+    Only `read_world` may be called from any thread. Threads of this object call `wake` when a record may have changed.
     """
 
     def __init__(
@@ -144,9 +140,8 @@ class Membership:
     def read_records(self) -> JobRecords:
         """Read all records. A node that lost its lease gets a new one here, under its old name.
 
-        While the store is down, the leases of all nodes expire, and some node is the first to return. For a while it
-        treats the members that it knew as late rather than gone. The same applies to a store that answers but accepts
-        no renewals, such as a locked file.
+        While the store is down, all leases expire, and some node is the first to return. For a while it treats the
+        members that it knew as late rather than gone, as it does if a store answers but accepts no renewals.
 
         Raises:
             DiscoveryError: The store does not answer, or lost the job's record a moment ago.

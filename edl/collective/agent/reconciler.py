@@ -39,9 +39,7 @@ class Departure:
     remedy: str
 
 
-_STORE_OUTAGE_SHARE = 0.8
-"""How long workers continue without the store, as a share of the time after which others take the job over. The rest is
-for agents that a busy machine delays."""
+_STORE_OUTAGE_SHARE = 0.8  # of the time after which others take the job over; the rest is for agents that are delayed
 _REPEAT_S = 60.0  # between two log lines that say the same
 
 

@@ -32,8 +32,7 @@ class RendezvousSettings:
     max_nodes: int  # largest number of nodes in a world; more wait until a place is free
     last_call_s: float = 1.0  # seconds to wait for more nodes after the last one joined, once there are enough
     pause_timeout_s: float = 10.0  # seconds to wait for all workers to pause before they are stopped as they are
-    # Seconds before nodes that were not members continue a job whose members are all gone. Within that time an agent
-    # that cannot reach the Store has stopped its workers, so there are never two worlds.
+    # Before others continue a job whose members are all gone: those that cannot reach the Store have stopped by then
     takeover_s: float = 10.0
 
 
@@ -41,8 +40,7 @@ class RendezvousSettings:
 class LocalObservation:
     """An agent's own observations, in addition to the records."""
 
-    # The agent's node; may be empty for a member. Only members know whether workers can pause, so a node that waits to
-    # join leaves that decision to them.
+    # May be empty for a member. Only members know whether workers can pause, so who waits to join leaves that to them.
     node: str = ""
     quiet_s: float = 0.0  # for how many seconds it has seen no node join or leave
     pausing_s: float = 0.0  # for how many seconds it has seen the current `pause_at`
@@ -166,8 +164,7 @@ def _unpaused(world: World) -> World | None:
 def _next_generation(world: World, nodes: Mapping[str, Node], settings: RendezvousSettings, why: str) -> World | None:
     """Return the next generation, made of the members that stay and of waiting nodes.
 
-    Return None while its first node still publishes the port of the current generation's store, which holds the
-    addresses of workers that are gone.
+    None while its first node still publishes the port of the current store, which holds addresses of lost workers.
     """
     stay = [member.id for member in world.nodes if member.id in nodes and not nodes[member.id].leaving]
     wait = sorted(name for name, node in nodes.items() if name not in stay and not node.leaving)

@@ -1,12 +1,9 @@
 """Counts how an agent spends its time, and publishes it in the Store for `edl status`, `edl report` and the dashboard.
 
-The counters are whole microseconds by category, fed from the workers' status pages, which count the seconds of a phase
-exactly. If a node has several workers, the one that trained least counts, since the others wait for it. Time in TRAIN
-is charged to steps that finish; until then, it is open:
-
-- A step that had been finished before its worker was replaced, and is now repeated, counts as ROLLBACK.
-- If the agent returns to the rendezvous in the middle of a step, that step is lost. As much time as a step usually
-  takes was work (ROLLBACK); the rest was waiting for a rank that hung or was gone (IDLE).
+If a node has several workers, the one that trained least counts, since the others wait for it. Time in TRAIN is charged
+to steps that finish. A step that had been finished before its worker was replaced, and is now repeated, counts as
+ROLLBACK. If the agent returns to the rendezvous in the middle of a step, as much time as a step usually takes was work
+that is lost (ROLLBACK); the rest was waiting for a rank that hung or was gone (IDLE).
 """
 
 from __future__ import annotations
@@ -45,9 +42,7 @@ from edl.errors import ClosedError, DiscoveryError
 logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 1.0  # `edl status --watch` shows each second; more often would load a store of hundreds of nodes
-_QUERY_S: Final = 3.0
-"""How long charging may wait for the store to say which steps were finished before; an election of its leader may delay
-it. After that the query is repeated with every write, and such steps count as new."""
+_QUERY_S: Final = 3.0  # in which the store says which steps were finished before: an election may delay it
 MAX_EVENTS: Final = 300  # per life of an agent: less than 120 KB of ASCII JSON, rewritten with every event
 _MAX_MARKS: Final = 300  # enough for a line in a picture; less than 15 KB as JSON
 _RATE_OVER_S: Final = 15.0  # several steps of most jobs; with more, a change shows late
@@ -89,8 +84,7 @@ class Ledger:
     def observe(self, now_s: float, doing: TimeCategory, statuses: Sequence[WorkerStatus], reached: int = -1) -> None:
         """Charge the time since the last observation, and record what the agent does from now on.
 
-        TRAIN means that there are workers, whose `statuses` say more. A clock that stands still or moves back charges
-        nothing. `reached` is the last step that any node finished before the workers' generation, if known.
+        `reached` is the last step that any node finished before the workers' generation, if known.
         """
         length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
         self._at_us += length_us
@@ -233,8 +227,7 @@ class StatusPublisher:
     def charge_time(self, doing: TimeCategory, replicated_us: int = 0) -> None:
         """Charge the time until now to what the agent did: TRAIN if it has workers, whose status pages say more.
 
-        Call it often; the store is written about once a second. `replicated_us` is the wall clock of the newest state
-        that another node has a replica of; 0 for none.
+        `replicated_us` is the wall clock of the newest state that another node has a replica of; 0 for none.
         """
         assert self._worker_group is not None, "follow_workers is called first"
         self._replicated_us = replicated_us

@@ -37,13 +37,9 @@ from edl.errors import EDLError
 logger = logging.getLogger(__name__)
 
 
-_NOTICE_S: Final = 1.0
-"""How far ahead the step is after which workers pause. Agents of other nodes learn of it within a second; with less, a
-worker may have passed the step."""
+_NOTICE_S: Final = 1.0  # how far ahead the step of a pause is: agents of other nodes learn of it within a second
 _MIN_STEPS: Final = 2  # a worker may already be in the step after the last one it reported
-_PATIENCE_STEPS: Final = 6
-"""How many usual steps may pass until all workers have paused; two normally come before the pause. With fewer, a step
-that takes longer would be cut off; with more, nodes that join would wait longer for a rank that hangs."""
+_PATIENCE_STEPS: Final = 6  # usual steps until all workers have paused; two normally come before the pause
 
 
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
@@ -75,9 +71,9 @@ _INTERVAL_S: Final = 0.2  # between two beats: several fit into a lease, so a la
 class Heartbeat:
     """Beats until `close`, while it is allowed to, even while the agent waits for the store.
 
-    `beat` gets the moment that it is dated with, so a process that was stopped in a turn sends an old one. `touch` is
-    called equally often. After its thread had no turn for `stopped_s` seconds, this process counts as having been
-    stopped, and `wake` has the records read.
+    `beat` gets the moment that it is dated with, so a process that was stopped in a turn sends an old one. After its
+    thread had no turn for `stopped_s` seconds, this process counts as having been stopped, and `wake` has the records
+    read.
     """
 
     def __init__(
@@ -182,8 +178,7 @@ def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bo
 def _threads(world: World, member: Member) -> dict[str, str]:
     """Divide a host's cores among the workers of several nodes on it, unless the user set OMP_NUM_THREADS.
 
-    OpenMP's threads wait by spinning: on two cores, two workers with two threads each take ten times as long as with
-    one.
+    OpenMP's threads spin: on two cores, two workers with two threads each take ten times as long as with one.
     """
     here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
     if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
@@ -222,14 +217,8 @@ class WorkerGroup:
     """The workers of a node. Used from the agent's thread only.
 
     Another thread calls `report` with every `WorkerExit` and `ZygoteLost`, for `handle_event`; with None if the job's
-    records must be read before `heartbeat` may be allowed again.
-
-    Attributes:
-        generation: Generation of the workers that run here or ran last; -1 before the first.
-        first_rank: Rank of the first of them.
-        running: Whether workers were started and not stopped since.
-        hangs: Finds workers that hang.
-        heartbeat: Shows the workers that their agent is alive.
+    records must be read before `heartbeat` may be allowed again. `generation` is that of the workers that run here or
+    ran last.
     """
 
     def __init__(

@@ -271,8 +271,7 @@ class ShardLayout:
     names: tuple[str, ...] | None  # names of the mesh's dimensions, None if they have none
     mesh_shape: tuple[int, ...]  # shape of the mesh
     ranks: tuple[int, ...]  # ranks in the mesh, row-major
-    # One tuple for each dimension of the mesh. It is empty for a replica; otherwise it has the tensor dimension that is
-    # sharded and, if shards are not in the order of ranks, torch's split factor.
+    # By dimension of the mesh: () for a replica, else the sharded dimension and, if out of order, torch's split factor
     placements: tuple[tuple[int, ...], ...]
 
 
@@ -285,9 +284,7 @@ class TensorEntry:
     shape: tuple[int, ...]  # shape of this part
     whole: tuple[int, ...]  # shape of the whole tensor; the same as `shape` unless this is a shard
     starts: tuple[int, ...]  # indices in the whole tensor at which this part begins
-    # `replicated` if it is the same on all ranks, `shard` for a rank's part of a whole, `local` if it belongs to one
-    # rank alone
-    scope: Scope
+    scope: Scope  # the same on all ranks, a rank's part of a whole, or of one rank alone
     offset: int  # offset of its bytes in the data; they are row-major
     nbytes: int  # number of its bytes
     device: str = "cpu"  # type of the device that it was on

@@ -20,8 +20,8 @@ from edl.collective.checkpoint.state.state import State
 from edl.collective.integrations import loop_position
 from edl.errors import SettingsError
 
+# Passed as a checkpoint, it makes the Trainer skip the batches that were trained, but has no files to load
 _NO_FOLDER: Final = "/dev/null/no-folder"
-"""Passed as a checkpoint, it makes the Trainer skip the batches that were trained, but has no files to load."""
 _POSITION: Final = frozenset({"epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint", "epoch"})
 _RESTORED: Final = (
     "epoch",

@@ -43,13 +43,9 @@ class ReplicationSchedule:
     """Tracks what a node has sent to its current peer, and decides what to do next, at seconds of one clock."""
 
     interval_s: float = 10.0  # least seconds from the start of one transfer to the start of the next
-    # Largest share of the time that transfers may take. Transfers of T seconds begin T / share apart, so a replica is
-    # at most T / share + T old: 3 T with a share of a half.
-    share: float = 0.5
+    share: float = 0.5  # of the time that transfers may take: those of T seconds begin T / share apart
     retry_s: float = 10.0  # seconds to wait before trying a peer again that did not take a state
-    # Seconds to wait for workers of this node that have not kept a state that others have. After that the state is
-    # skipped: those workers died, or saved elsewhere.
-    patience_s: float = 30.0
+    patience_s: float = 30.0  # for workers that have not kept a state that others have: they died, or saved elsewhere
     _sent: StateVersion = NO_VERSION
     _due: float = -math.inf
     _retry: float = -math.inf
@@ -110,11 +106,7 @@ def job_secret(store: Store, job: str) -> Callable[[], bytes]:
 
 
 class Replicator:
-    """Sends states to the peer and receives those of another node, in threads, until `close`.
-
-    `slots` are the `EDL_SLOTS` of this node's workers, by local rank. `say` is called with every line that a person
-    should see.
-    """
+    """Sends states to the peer and receives those of another node, in threads, until `close`. `say` is for people."""
 
     def __init__(
         self,

@@ -149,7 +149,7 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 _BUCKET_BYTES = 25 * 2**20  # DDP's bucket size; it bounds the memory for the copy of the gradients that is sent
 # Steps before an adaptive optimizer's mean of squares is trusted: a squared normal number divided by the mean square of
 # k others has a finite mean only from k = 3 on, and a finite variance from k = 5 on.
-_WARM_STEPS = 10
+_WARM_STEPS = 10  # before an adaptive optimizer's mean of squares is trusted, with which gradients are divided
 
 _MEANS = ("exp_avg_sq", "square_avg", "sum")
 

@@ -30,8 +30,8 @@ from edl.errors import SettingsError
 
 logger = logging.getLogger("edl.collective")
 
+# Ranks, rows per micro-batch, and micro-batches per step; the last two on the rank that has most
 StepShape: TypeAlias = tuple[int, int, int]
-"""Ranks, rows per micro-batch, and micro-batches per step; the last two on the rank that has most."""
 
 
 def fit_step_time(measured: Mapping[StepShape, float]) -> npt.NDArray[np.float64]:

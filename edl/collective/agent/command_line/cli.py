@@ -258,8 +258,7 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
 def _command(options: argparse.Namespace) -> str:
     """Return a digest of what the workers run: the script, however its path is given, and its arguments.
 
-    A module depends on the working folder. A program is looked up on the PATH at the start; its first argument that is
-    not an option counts as a script in the working folder (`bash train.sh`).
+    A program's first argument that is not an option counts as a script in the working folder (`bash train.sh`).
     """
     target, arguments = options.training_script, list(options.training_script_args)
     if options.no_python:

@@ -22,18 +22,13 @@ from edl.errors import SettingsError
 logger = logging.getLogger(__name__)
 
 
-_ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")
-"""Addresses that belong to no network (RFC 5737, RFC 3849): the route to them is the route to other hosts."""
+_ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")  # addresses of no network (RFC 5737, RFC 3849): via other hosts
 
 _SLOW_NAME_S: Final = 2.0  # for a lookup; a resolver that does not answer takes 5 s, a busy machine up to this
 
 
 def own_address(store_url: str) -> str:
-    """Find this node's own address on the route to the store, which all nodes can reach.
-
-    If each host has its own agent of the store on its loopback (Consul's), this is the address on the route to other
-    hosts.
-    """
+    """Find this node's own address on the route to the store; if that is on the loopback (Consul's), to other hosts."""
     servers = servers_of(store_url)
     if not servers:
         return "127.0.0.1"  # a store in a file: all nodes are on this machine

@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.1  # until the store answers: a node that waits for it joins up to this much later
 _SILENT_S: Final = 2.0  # nodes that are started together answer within it, which needs no message
-_PATIENCE_S: Final = 60.0
-"""Seconds to wait for another node that could not store the job's last state: enough to type its command again."""
+_PATIENCE_S: Final = 60.0  # for a node that could not store the last state: enough to type its command again
 
 
 @contextlib.contextmanager

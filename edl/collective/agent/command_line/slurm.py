@@ -1,13 +1,10 @@
-"""What Slurm says about the step that `srun edl run` is a task of, and the defaults derived from it.
-
-Srun's manual page describes the variables ("OUTPUT ENVIRONMENT VARIABLES"). A task is what EDL calls a node. What the
-agent does with signals from Slurm is in `edl.collective.agent.ending`.
+"""What Slurm says about the step that `srun edl run` is a task of (a node for EDL), and the defaults derived from it.
 
 A task may be a script that calls `edl run` several times. With the step's name alone, the second call would find a job
 that has ended. So calls that end their job are counted, in a file in the host's memory, and the count becomes part of
 the default name. The file is locked while an agent runs: other tasks could not tell two agents at once apart. A job
-whose last state was not stored is retried by the next call with the same command; a call with another command is the
-next job.
+whose last state was not stored is retried by the next call with the same command; one with another command is the next
+job.
 """
 
 from __future__ import annotations
@@ -53,11 +50,7 @@ class SlurmStep:
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> SlurmStep | None:
-        """Read the environment of a task; by default this process's.
-
-        Returns None outside of a step, and in a shell that `srun --pty` opened, whose commands are not tasks of one
-        job.
-        """
+        """Read the environment of a task; None outside of a step, and in a shell that `srun --pty` opened."""
         environ = os.environ if environ is None else environ
         if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
             return None
@@ -108,10 +101,9 @@ class SlurmStep:
 
     @property
     def rendezvous_port(self) -> int:
-        """The port at the first host where the step's tasks meet. Other jobs and steps there usually use another one.
+        """The port at the first host where the step's tasks meet, below those of outgoing connections (32768).
 
-        The ports start at torchrun's 29400, and stay below those of outgoing connections (32768). A task's next run has
-        another port, 1000 further, because a slower task may still serve the previous run's store.
+        A task's next run has another port, because a slower task may still serve the previous run's store.
         """
         return 29400 + (self.job + self.step + 1000 * self.run) % 3000
 

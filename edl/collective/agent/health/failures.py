@@ -1,8 +1,5 @@
 """Why workers ended, and what follows: an error of the script, a machine's fault, or lost contact with another rank.
 
-`decide_recovery` decides from the failures of a generation; `RestartPolicy` ends jobs that restart without progress.
-`GenerationOutcome` collects the exits of a node's workers, and asks both.
-
 CUDA's reference says what causes each error (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html).
 "device-side assert triggered" and "out of memory" are missing here on purpose: they are errors of the script.
 """
@@ -157,18 +154,11 @@ def decide_recovery(
 ) -> RecoveryDecision | None:
     """Decide what follows from the failures of a generation on a node, in the order in which they were seen.
 
-    Args:
-        failures: The failures.
-        waited_s: Seconds since the first was seen, with the world unchanged.
-        error_grace_s: Seconds to wait before an exception counts as the script's own error.
-        contact_timeout_s: Seconds to wait for a lost node's lease to expire, after an exit code without a traceback;
-            if ranks only lost contact, `error_grace_s` longer.
-        ended: Ranks whose script has ended with exit code 0; others lose contact with them, as with a `missing` node's.
-        missing: Whether a node of the generation is gone.
-        trained: Whether the job has trained before. A script that asks for too many GPUs would have failed then.
-
-    Returns:
-        The decision; None while the cause may still show elsewhere.
+    The first was seen `waited_s` seconds ago, with the world unchanged. An exception counts as the script's own after
+    `error_grace_s`; an exit code without a traceback after `contact_timeout_s`, in which a lost node's lease expires;
+    if ranks only lost contact, `error_grace_s` later. The scripts of the ranks `ended` have ended with exit code 0:
+    others lose contact with them, as with those of a `missing` node. A script that asks for too many GPUs fails before
+    it has `trained`. Returns None while the cause may still show elsewhere.
     """
     missing_gpu_means = ExitCause.UNCLEAR if trained else ExitCause.ERROR
     causes = [missing_gpu_means if failure.cause is ExitCause.MISSING else failure.cause for failure in failures]
@@ -239,10 +229,8 @@ def read_error_file(path: Path) -> str:
     return str(callstack or message.get("message", ""))
 
 
-_FRUITLESS: Final = 10
-"""This many restarts in a row without progress end a job: more than a flapping node needs until it is excluded."""
-_FRUITFUL_S: Final = 60.0
-"""Workers that ran for longer made progress, as far as can be told of a script that reports no steps."""
+_FRUITLESS: Final = 10  # restarts in a row without progress: more than a flapping node needs until it is excluded
+_FRUITFUL_S: Final = 60.0  # in which workers made progress, as far as can be told of a script that reports no steps
 
 HANGING = "the workers hang"  # beginning of a restart's reason that makes every node log its workers' stacks
 
@@ -313,9 +301,8 @@ class RestartPolicy:
         self._best_step = max(self._best_step, step)
 
 
+# In which a peer's death may cause a traceback, which would count as the script's error
 _PEER_FAILURE_GRACE_S = 0.5
-"""How long after a peer's death a traceback that it causes may arrive. With less, it would count as the script's error;
-with more, a job whose script is wrong ends later."""
 _LEASE_GRACE_S = 1.0  # how long, beyond a lease's length, other agents may need to see that a node is gone
 
 
@@ -394,8 +381,8 @@ class GenerationOutcome:
     ) -> RecoveryDecision | None:
         """Decide what follows from the failures; None if nothing has failed, or while the cause is not clear.
 
-        `known_at` is when `missing` and `others_ended` were read (`time.monotonic()`): what was read before this
-        machine was paused says nothing about leases that have expired since.
+        `known_at` is when `missing` and `others_ended` were read: a machine that was paused since knows nothing of
+        leases.
         """
         if not self._failures:
             return None

@@ -1,14 +1,13 @@
 """Decides how long a worker may go without progress, and finds the worker of a node that hangs.
 
-A hang is an absence of steps, so a worker that never reported any is left alone. An evaluation between two steps is an
-absence of steps too. Three things distinguish it from a hang: the script declares it, with a limit (phase BUSY); the
-kernel sees the worker's process work, which gives it a longer limit; or another rank of the job works, and this rank
-waits for it.
+A hang is an absence of steps, so a worker that never reported any is left alone. An evaluation is one too. Three things
+distinguish it from a hang: the script declares it, with a limit (phase BUSY); the kernel sees the worker's process
+work, which gives it a longer limit; or another rank of the job works, and this rank waits for it.
 
-A worker that waits in a collective sleeps (gloo), or a thread spins on memory that a GPU or another process writes (any
-wait for an NCCL kernel; MPI), and uses a whole core. But a spinning thread asks the kernel for nothing, while one that
-computes asks for memory and batches. So if a process has a GPU or MPI, only the CPU time of threads that also talk to
-the kernel counts as work; in others, all of it does. Bytes read or written count as well, and what child processes use.
+A worker that waits in a collective sleeps (gloo), or a thread spins on memory (any wait for an NCCL kernel; MPI), and
+uses a whole core. But it asks the kernel for nothing, while one that computes asks for memory and batches. So if a
+process has a GPU or MPI, only the CPU time of threads that also talk to the kernel counts as work. Bytes read or
+written count as well, and what child processes use.
 """
 
 from __future__ import annotations
@@ -23,14 +22,9 @@ from typing import Final
 
 from edl.collective.worker_status import Phase, WorkerStatus
 
-_CPU_SHARE: Final = 0.1
-"""Share of one core that counts as work. Watchdogs, heartbeats and loops that sleep use about 1% to 5%; evaluations
-that use less mostly wait for a disk or network, which shows in bytes."""
-_LEAST_SHARE: Final = 0.01
-"""Share of one core below which a thread does not count, since on a busy machine it spends most of its time waiting."""
-_CALLS_PER_S: Final = 5.0
-"""Requests to the kernel per second that a thread must make for its CPU time to count. A spinning thread makes about
-one: a page fault when the kernel balances memory between NUMA nodes."""
+_CPU_SHARE: Final = 0.1  # of a core counts as work: watchdogs, heartbeats and loops that sleep use about 1% to 5%
+_LEAST_SHARE: Final = 0.01  # of a core; a thread with less spends most of its time waiting, even on a busy machine
+_CALLS_PER_S: Final = 5.0  # requests to the kernel for a thread's time to count: a spinning one makes about one
 _BYTES_PER_S: Final = 256 * 1024  # read and written, that count as work; logs and monitors stay well below
 _SPINNING: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "libmpi", "libuct", "libhccl")  # in a process's memory map
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -45,9 +39,7 @@ class ThreadUsage:
 
     cpu_s: float  # CPU time in seconds, user and system
     calls: int  # number of voluntary context switches, page faults, and calls of read and write
-    # Seconds in which it could have run but another thread had the core. On a busy machine, such time says nothing
-    # about the thread.
-    queued_s: float = 0.0
+    queued_s: float = 0.0  # seconds in which it could have run but another thread had the core
 
 
 @dataclass(frozen=True)
@@ -176,9 +168,7 @@ def _read_text(path: Path) -> str:
 
 
 _ENOUGH_STEPS: Final = 3  # measured steps from which on their median counts: the first two compile and open files
-_LATER_S: Final = 60.0
-"""Extra seconds for ranks that wait for one that hangs, so that it is named as the cause: more than an agent on a busy
-machine takes between two checks."""
+_LATER_S: Final = 60.0  # extra for ranks that wait for one that hangs, so that it is named: above the time of a check
 
 
 @dataclass(frozen=True)
@@ -190,14 +180,10 @@ class HangLimits:
     first_step_s: float = 900.0  # limit for the first steps of a world, which compile, open files and connect
     start_s: float = 900.0  # limit from the fork to the first step or load, for a script that has reported steps before
     load_s: float = 1800.0  # limit for reading a checkpoint
-    # Limit from the fork to the script's first line. A fork that takes longer waits for something that another thread
-    # of its parent held, and another process replaces it.
+    # From the fork to the script's first line. A fork that takes longer waits for a lock of its parent: it is replaced
     begin_s: float = 30.0
-    # Limit for copying the state. A rank that waits to agree on a save has a longer limit than the rank it waits for,
-    # which may be evaluating or making a long step.
-    save_s: float = 900.0
-    # Factor by which all of these limits are longer for a worker whose process was seen to work within the last half of
-    # the limit. It is finite because an endless loop works too.
+    save_s: float = 900.0  # for copying the state; a rank that waits to agree on a save has a longer limit
+    # For a process that was seen to work within the last half of a limit; finite because an endless loop works too
     working_factor: float = 10.0
 
 
@@ -252,11 +238,7 @@ def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bo
 def describe_hang(
     found: ProgressLimit, now_s: float, limits: HangLimits, active_s: float | None = None, awaited_s: float = 0.0
 ) -> str | None:
-    """Return why a worker counts as hung, or None if it does not.
-
-    Its process was last seen to work at `active_s`. Until `awaited_s` another rank worked, for which this one may have
-    waited.
-    """
+    """Return why a worker counts as hung, or None. It worked at `active_s`, and another rank at `awaited_s`."""
     limit_s = found.limit_s
     since_s = found.since_s
     seen = ""
@@ -275,9 +257,7 @@ def _step_limit_s(status: WorkerStatus, limits: HangLimits) -> float:
     return max(limits.floor_s, limits.factor * statistics.median(status.durations_s or (0.0,)))
 
 
-_BUSY_S: Final = 1.0
-"""Seconds for which a worker must be busy before other nodes are told, since that costs a write to the store. With
-more, ranks that wait with a short limit could count as hung."""
+_BUSY_S: Final = 1.0  # before other nodes are told, which costs a write; with more, ranks that wait could count as hung
 
 
 class HangDetector:

@@ -1,14 +1,9 @@
 """Runs a node check: nodes meet in the Store, each runs a probe per round, and all read the same result.
 
-Keys, under a prefix that is new for each check::
-
-    ROUND/groups          which nodes are tested together, written by the first node
-    ROUND/meet/NODE       where the first node of a group waits for its partners
-    ROUND/result/NODE     what a node found
-    verdict               the result, written by the first node
-
-Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a check. A node that
-arrives later is in a later list, perhaps alone; then only its own computing is tested.
+Under a prefix that is new for each check are `ROUND/groups` (which nodes are tested together) and `verdict` (the
+result), written by the first node, `ROUND/meet/NODE` (where the first node of a group waits for its partners), and
+`ROUND/result/NODE`. Under `jobs/JOB/check/` are `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a
+check. A node that arrives later is in a later list, perhaps alone; then only its own computing is tested.
 
 Nodes compute alone and reduce in pairs, twice and with different partners, as in DLRover's node check. If a pair fails,
 at least one of its nodes is faulty. The second round pairs every suspect with a node that passed.
@@ -74,10 +69,9 @@ def first_groups(nodes: Sequence[str]) -> Groups:
 
 
 def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
-    """Pair every suspect with a node that passed, as long as there are such nodes. Every node is in exactly one group.
+    """Pair every suspect, of a group in which a node failed or was slow, with a node that passed, while there are such.
 
-    Suspects are all members of a group in which a node failed or was slow. If partners run out, the suspects that
-    answered are paired with each other. The silent ones then work alone, as do nodes that no suspect needs.
+    If partners run out, the suspects that answered are paired with each other. The silent ones then work alone.
     """
     slow = _slow([first], factor)
     bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
@@ -100,8 +94,8 @@ def summarize_rounds(
 ) -> NodeCheckResult:
     """Find the unfit nodes from the results of all rounds.
 
-    A node is faulty if it passed no round, unless in a failed round a partner was silent or could not compute. A node
-    is slow if even its best time is more than `factor` times the median of all nodes' best times.
+    A node is faulty if it passed no round, unless in a failed round a partner was silent or could not compute. It is
+    slow if even its best time is more than `factor` times the median of all nodes' best times.
     """
     faulty = {}
     for node in nodes:

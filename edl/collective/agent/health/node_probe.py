@@ -121,11 +121,7 @@ def _best(work: Callable[[], object], check: Callable[[], object], device: torch
 
 
 def main(task: dict[str, Any]) -> None:
-    """Compute on all devices and report it; then meet the partners, reduce, and report that.
-
-    `task` has the `world_size` of the group and `timeout_s`; in a group of several, also the `rank`, and `host` and
-    `port` of the store where they meet.
-    """
+    """Compute on all devices and report it; then meet the partners, reduce, and report that."""
     devices = find_devices()
     compute_s = max(check_products(device) for device in devices)
     check_copies(devices)

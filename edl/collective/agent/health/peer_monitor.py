@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 Address = tuple[str, int]
 
 _BACKLOG: Final = 128  # connections waiting to be accepted: eight come from the ring, the rest is for others
-_MAX_PEERS: Final = 8
-"""Agents that an agent connects to. A death is noticed while any of the eight nodes before it is alive."""
+_MAX_PEERS: Final = 8  # a death is noticed while any of the eight nodes before it is alive
 _MAX_ACCEPTED: Final = 1024  # most connections that are kept; eight come from the ring, the rest is strangers' or left
 _REFUSALS: Final = 3  # in a row, that count as a death; a proxy in between refuses for a moment while it restarts
 _REFUSED_RETRY_S: Final = 0.03  # after a refusal: a death is known within 0.1 s, in which a port may be opened again
@@ -49,8 +48,7 @@ def choose_peers(world: World, position: int) -> dict[str, Address]:
 class PeerConnections:
     """This agent's connections to others, and theirs to it, in an event loop of their own.
 
-    Its thread calls `on_gone` with the id of a node whose agent's process is certainly gone. Without `tls`, any peer's
-    name is believed.
+    Its thread calls `on_gone` with the id of a node whose agent is certainly gone. Without `tls`, any name is believed.
     """
 
     def __init__(self, name: str, on_gone: Callable[[str], object], tls: PeerTLS | None = None) -> None:

@@ -92,9 +92,7 @@ def read_stat(pid: int) -> list[str]:
         return []
 
 
-_FORK_TIMEOUT_S: Final = 10.0
-"""How long a zygote may take to answer: a fork takes milliseconds, or seconds on a busy machine. With less, that would
-lose a zygote, whose successor imports everything again."""
+_FORK_TIMEOUT_S: Final = 10.0  # a fork takes milliseconds, or seconds on a busy machine; another zygote imports again
 _POLL_S: Final = 0.05  # between checks that no event triggers
 _DEATH_TIMEOUT_S: Final = 30.0  # for processes to disappear after SIGKILL; ten seconds were too few on a busy machine
 _ZYGOTE_END_TIMEOUT_S: Final = 1.0  # for a zygote to end after its socket closed; only a message depends on it
@@ -166,8 +164,7 @@ class WorkerProcesses:
     def warm_up(self, timeout_s: float = 120.0, raise_if_stopping: Callable[[], object] = lambda: None) -> None:
         """Start the zygote and wait until it can fork. Call this from a thread that lives as long as the workers.
 
-        If the imports take longer than `timeout_s`, or kill the process, another one imports nothing. If
-        `raise_if_stopping`, which is called repeatedly, raises, only `close` may be called afterwards.
+        If the imports take longer than `timeout_s`, or kill the process, another one imports nothing.
         """
         unfit: dict[str, str] = {}
         lost = ""
@@ -215,11 +212,6 @@ class WorkerProcesses:
             return self._ready
 
     def fork_workers(self, generation: int, forks: Mapping[int, ForkRequest]) -> None:
-        """Fork workers.
-
-        Raises:
-            EDLError: The zygote has died, or does not answer.
-        """
         deadline = time.monotonic() + _FORK_TIMEOUT_S
         with self._lock:
             for local_rank, fork in forks.items():
@@ -235,11 +227,9 @@ class WorkerProcesses:
                 raise EDLError("the process that forks workers has died, or does not answer")
 
     def replace_workers(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
-        """Begin a generation: kill the workers and fork new ones.
+        """Begin a generation: kill the workers and fork new ones, while the kernel still tears the old ones down.
 
-        The new workers are forked while the kernel still tears the old ones down, since a process that got SIGKILL no
-        longer runs its own code. But if one has a GPU open, whose memory the new workers would find taken, they are
-        forked when the old workers have released it, or when the time is up.
+        But if one has a GPU open, whose memory the new workers would find taken, they are forked when it is released.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:

@@ -3,16 +3,13 @@
 Some modules must be imported by every worker itself: a module that starts a thread or a pool of OpenMP threads (a fork
 has none of them, and would wait for them forever), opens a connection, uses CUDA, or reads its rank from the
 environment. That shows only once the module has been imported. So this module imports it and checks, partly with a test
-fork. If a module turns out unfit, the process is thrown away and another one starts without it. Not detected: a module
-that reads the environment from native code (`getenv`), keeps a file open for writing, remembers its process id, or does
-any of this after its import. (`multiprocessing.set_forkserver_preload` checks nothing, and its server forks functions,
-not a script as `__main__`.)
+fork; if it turns out unfit, the process is thrown away and another one starts without it. What native code does, or
+what a module does after its import, is not detected.
 
-A module may be imported ahead of time only if that changes nothing. A program that first sets an environment variable,
-`sys.path` or anything else, and then imports torch, relies on that order. So everything after the first statement that
-may change what an import does is left to the worker. Before it, what the program surely imports from site-packages is
-imported ahead of time. The program's own modules are only read: they may change between two starts, and often draw
-random numbers or check their rank.
+A module may be imported ahead of time only if that changes nothing. So everything after the first statement that may
+change what an import does (an environment variable, `sys.path`) is left to the worker. Before it, what the program
+surely imports from site-packages is imported. The program's own modules are only read: they may change between two
+starts, and often draw random numbers or check their rank.
 """
 
 from __future__ import annotations
@@ -74,9 +71,8 @@ class ProgramImports:
 def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequence[str]) -> ProgramImports:
     """Find which modules a program imports before it does anything else, by reading its source.
 
-    `program` are the files that run, in order: a script, or a package's `__init__.py` and the module in it. What it
-    imports from `folders` is its own and read as well. Even an import under a condition may happen ahead of time if it
-    is of the `roots`, with the framework first.
+    `program` are the files that run, in order. What it imports from `folders` is its own and read as well. Even an
+    import under a condition may happen ahead of time if it is of the `roots`, with the framework first.
     """
     scan = _Scan(program, folders, roots)
     for path in program:
@@ -314,9 +310,7 @@ _OF_A_WORKER: Final = {
     "EDL_GENERATION", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT",
 }  # fmt: skip
 _FIX_THEIR_RANK: Final = {"lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}  # known to be unfit
-_TEST_FORK_S: Final = 10.0
-"""How long a test fork may take to compute a sum, which takes milliseconds. With less, a fork on a busy machine would
-count as unfit, and every worker would import torch by itself."""
+_TEST_FORK_S: Final = 10.0  # for a sum, which takes milliseconds; with less, a busy machine's fork would count as unfit
 _TEST_FORK_POLL_S: Final = 0.001  # between two checks of whether that fork has ended
 _PARALLEL_ELEMENTS: Final = 1 << 18  # of the test sum: torch uses threads from 32,768 on (`at::internal::GRAIN_SIZE`)
 _CUDA: Final = 2  # exit code of the test fork if it cannot use CUDA; any but 0
@@ -438,11 +432,7 @@ def _tasks() -> set[str]:
 
 
 def _has_new_threads(before: set[str]) -> bool:
-    """Return whether this process has threads that are not in `before`.
-
-    OpenBLAS ends its threads before a fork, and starts them again when they are needed (`pthread_atfork`). So threads
-    that still exist after a fork are not OpenBLAS's.
-    """
+    """Return whether this process has threads that are not in `before`; OpenBLAS ends its own before a fork."""
     if not _tasks() - before:
         return False
     pid = os.fork()

@@ -1,13 +1,12 @@
 """The zygote: the process that workers are forked from, which only imports torch and the user's modules.
 
-Importing torch and making the first optimizer takes about two seconds; forking a process that has done both takes
-milliseconds. The agent talks JSON with it over a Unix socket (`SOCK_SEQPACKET`): one `ProgramSpec`, then a
-`ForkRequest` for each worker. The zygote answers `{"ready": true}` with what went wrong, `{"pid": ...}` for each fork
-and, when a worker ended, `{"exited": pid, "status": wait status}`.
+The agent talks JSON with it over a Unix socket (`SOCK_SEQPACKET`): one `ProgramSpec`, then a `ForkRequest` for each
+worker. The zygote answers `{"ready": true}` with what went wrong, `{"pid": ...}` for each fork and, when a worker
+ended, `{"exited": pid, "status": wait status}`.
 
-The zygote must not start threads, run a backward pass or touch CUDA, because a fork would inherit what is left of them.
-If it dies, its workers die too. If the agent dies, it kills the workers and their children, and ends. A fork runs its
-script or module as a new interpreter would (`run_main`).
+It must not start threads, run a backward pass or touch CUDA, because a fork would inherit what is left of them. If it
+dies, its workers die too. If the agent dies, it kills the workers and their children, and ends. A fork runs its script
+or module as a new interpreter would (`run_main`).
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ MESSAGE_NBYTES: Final = 1 << 20  # room to receive; a socket's buffer, 212,992 b
 _PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
 _WAKE_NBYTES: Final = 4096  # ended processes are found by waitpid, so any number of bytes will do
 _OPTIMIZER: Final = "torch.optim"
+# Variables that every environment has, and that libraries look up again when they use them
 _COMMON: Final = {"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"}
-"""Variables that every environment has, and that libraries look up again when they use them."""
 _JOB_SIGNALS: Final = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -68,9 +67,7 @@ class ProgramSpec:
     kind: str  # `script` (a Python file), `module` (as for `python -m`) or `program` (anything else, run by exec)
     target: str  # the file, module or program
     arguments: tuple[str, ...] = ()  # the arguments that follow it on the command line
-    # Whether to import ahead of time what the program imports first (see `edl.collective.agent.processes.preload`), and
-    # `preload`
-    prewarm: bool = True
+    prewarm: bool = True  # whether to import ahead of time what the program imports first, and `preload`
     framework: str = "torch"  # what the workers train with, `torch` or `paddle`
     preload: tuple[str, ...] = ()  # further modules to import ahead of time
     # Modules that workers must import themselves (see `edl.collective.agent.processes.preload`)
@@ -84,8 +81,7 @@ class ProgramSpec:
 class ForkRequest:
     """A request to fork a worker."""
 
-    # Environment variables of the worker, added to the zygote's. `EDL_STDOUT` and `EDL_STDERR` are files for its
-    # output.
+    # Variables added to the zygote's. `EDL_STDOUT` and `EDL_STDERR` are files for the worker's output.
     environ: dict[str, str] = field(default_factory=dict)
     stacks: str = ""  # file for its stacks, when SIGUSR2 asks for them; empty for none
 

@@ -44,11 +44,9 @@ class RestorePlan:
     generation: int  # the state; `world` is the number of ranks that saved it
     step: int
     world: int
-    # For each rank of that world, the present rank whose slot has its part; -1 if the part is not needed, because
-    # another rank of that world held the same
+    # For each rank of that world, the present rank whose slot has its part; -1 if another rank held the same
     holders: tuple[int, ...]
-    # For each present rank, the rank from whose slot it takes its state: itself if it has it. Empty if the parts must
-    # be reassembled, because the state is sharded and that world had another size.
+    # For each present rank, the rank from whose slot it takes its state; empty if the parts must be reassembled
     sources: tuple[int, ...]
     parts: tuple[int, ...]  # for each present rank, the rank of that world whose part it takes
     from_replicas: bool = False  # whether some part is in no rank's own slots, but only in a replica, which may be old

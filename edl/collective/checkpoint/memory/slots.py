@@ -405,7 +405,8 @@ class SlotPair:
         other = self._paths[1 - self._paths.index(kept.path)]
         found = read_slot(other)
         if found is not None and found.sequence > kept.sequence:
-            _invalidate(found)
+            with other.open("r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), (found.sequence + 1).to_bytes(SEQUENCE_NBYTES, "little"), SEQUENCE_AT)
 
     def close(self) -> None:
         self._closed = True
@@ -451,7 +452,7 @@ class SlotPair:
         if memory is not None and len(memory) >= nbytes:
             return memory
         path = self._paths[number]
-        file = self._open_slot(number)
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         inode = os.fstat(file).st_ino
         memory = self._by_inode.get(inode)
         if memory is not None and len(memory) >= nbytes:
@@ -459,7 +460,8 @@ class SlotPair:
             self._maps[number] = memory
             return memory
         try:
-            wanted = max(_whole_pages(nbytes), os.fstat(file).st_size)
+            pages = -(-(nbytes + _SPARE_NBYTES) // mmap.PAGESIZE)
+            wanted = max(pages * mmap.PAGESIZE, os.fstat(file).st_size)
             os.posix_fallocate(file, 0, wanted)  # raises if /dev/shm is full, instead of a SIGBUS later
             memory = mmap.mmap(file, wanted)
         except OSError as exc:
@@ -475,18 +477,6 @@ class SlotPair:
             memory.madvise(_POPULATE_WRITE)
         self._maps[number] = self._by_inode[inode] = memory
         return memory
-
-    def _open_slot(self, number: int) -> int:
-        return os.open(self._paths[number], os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-(nbytes + _SPARE_NBYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _invalidate(found: CompleteSlot) -> None:
-    with found.path.open("r+b", buffering=0) as file:
-        os.pwrite(file.fileno(), (found.sequence + 1).to_bytes(SEQUENCE_NBYTES, "little"), SEQUENCE_AT)
 
 
 _SHM_FOLDER: Final = Path("/dev/shm")

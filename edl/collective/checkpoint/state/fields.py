@@ -41,8 +41,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 FieldKind = Literal["module", "optimizer", "object", "value"]
-Names = Mapping[int, str]
-"""Names of parameters, by the id() of the parameter."""
+Names = Mapping[int, str]  # of parameters, by the id() of the parameter
 
 
 def field_kind(value: Any) -> FieldKind:

@@ -79,8 +79,7 @@ class CapturedState:
     meta: bytes  # metadata, in the form that `edl.collective.checkpoint.encoding.parse_meta` reads
     entries: tuple[TensorEntry, ...]  # positions of the tensors in the data
     tensors: list[torch.Tensor]  # this rank's parts, on their devices
-    # Ranks that hold the same shards, including this one. With `per_rank` fields, only this one; empty if nothing is
-    # sharded.
+    # Ranks that hold the same shards; with `per_rank` fields, only this one; empty if nothing is sharded
     holders: frozenset[int] = frozenset()
 
     @property

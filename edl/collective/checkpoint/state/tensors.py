@@ -170,9 +170,7 @@ class TensorCollector:
     # This rank's parts, in the order in which they were collected
     tensors: list[torch.Tensor] = field(default_factory=list)
     scope: Scope = "replicated"  # scope of the tensors that are collected next
-    # Whether a restore creates the tensors that are collected next, instead of filling a module's tensor in place. Then
-    # nothing is known of them except what is saved.
-    made_anew: bool = True
+    made_anew: bool = True  # whether a restore creates the tensors that are collected next, knowing only what is saved
     layouts: list[ShardLayout] = field(default_factory=list)  # layouts of the sharded tensors
     # Ranks that hold the same parts of all sharded tensors; empty if none is sharded
     holders: frozenset[int] = frozenset()

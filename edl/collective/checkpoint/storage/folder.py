@@ -8,18 +8,12 @@
         .metadata         the same for torch.distributed.checkpoint
         manifest.json     sizes and checksums of all of these; its presence makes the checkpoint complete
 
-The name contains the step, the generation of the world that saved it, and the run to which that generation belongs. So
-files of two runs, which may use the same generation numbers, never share a folder. The manifest is written last, after
-everything else is on the storage. Checkpoints from before runs had names have none in theirs, and still load.
+The name contains the step, the generation of the world that saved it, and the run, since each run counts generations
+from its own beginning. A run's number is made from the time at which it began and random bits. Under `edl run`, the
+job's agents agree on it in their Store; otherwise, the ranks agree on it along with the next save. The environment
+cannot supply it: torchrun changes nothing in it after a change of the world.
 
-Each run counts generations from its own beginning, and without an agent there is only one, so step and generation do
-not distinguish two runs. Every run therefore has a number, made from the time at which it began and random bits, by
-which runs sort. Under `edl run`, the job's agents agree on it in their Store. Otherwise, the ranks agree on it along
-with the next save: each proposes a number, and the largest wins. The environment cannot supply it: after a change of
-the world, torchrun gives workers the same run id, restart count, address and port as before.
-
-`CheckpointFolder` turns the errors of all file systems into `OSError`. What differs between storages is here too: on a
-local file system, files are synced to disk, and replaced in one step.
+What differs between storages is here: on a local file system, files are synced to disk, and replaced in one step.
 """
 
 from __future__ import annotations
@@ -240,12 +234,7 @@ def absolute_url(url: str) -> str:
 class CheckpointFolder:
     """Checkpoints under one URL. All errors of the file system are raised as `OSError`.
 
-    Attributes:
-        url: URL of the folder, which need not exist yet.
-        written_nbytes: Bytes that the storage has accepted so far, which show that it makes progress.
-
-    Raises:
-        SettingsError: None of fsspec's file systems can reach the URL.
+    `written_nbytes` counts what the storage has accepted so far, which shows that it makes progress.
     """
 
     def __init__(self, url: str) -> None:

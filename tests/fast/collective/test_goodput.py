@@ -23,7 +23,6 @@ from edl.collective.agent.status_publisher import MAX_EVENTS, Ledger, StatusPubl
 from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.goodput import (
     MAX_SPANS,
-    SILENT_S,
     Event,
     JobSummary,
     NodeRecord,
@@ -255,15 +254,6 @@ def test_slowest_member_decides() -> None:
     assert job.goodput == 0.5
     assert job.worker_goodput == pytest.approx((30 + 5) / 50)
     assert [span.workers for span in job.spans] == [4, 4]
-
-
-def test_silent_running_job_is_down() -> None:
-    parts = [World(2, JobState.RUNNING, (Member("a", "x", 1, 1, 0),)), record(0, running(TimeCategory.TRAIN, 10))]
-    alive, silent = (
-        summarize("j", parts, round((WALL_S + 10 + after_s) * SECOND)) for after_s in (SILENT_S, SILENT_S + 1)
-    )
-    assert (alive.state, alive.goodput) == ("running", 1.0)
-    assert (silent.state, silent.seconds["down"]) == ("down", 1 + SILENT_S)
 
 
 @pytest.fixture

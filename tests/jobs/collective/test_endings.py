@@ -111,10 +111,9 @@ class MemoryLimit:
 
     def limit(self) -> None:
         """Leave the cgroup's processes little more memory than they have."""
-        usage, limit = {
-            1: ("memory.usage_in_bytes", "memory.limit_in_bytes"),
-            2: ("memory.current", "memory.max"),
-        }[self.version]
+        usage, limit = {1: ("memory.usage_in_bytes", "memory.limit_in_bytes"), 2: ("memory.current", "memory.max")}[
+            self.version
+        ]
         nbytes = int((self.path / usage).read_text()) + HEADROOM
         (self.path / limit).write_text(str(nbytes))
         swap = self.path / ("memory.memsw.limit_in_bytes" if self.version == 1 else "memory.swap.max")

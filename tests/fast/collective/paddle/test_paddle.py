@@ -22,11 +22,7 @@ from edl.collective.integrations.paddle import Checkpointer, PaddleState
 from edl.collective.job_records import JobState, Member, World
 from edl.errors import SettingsError
 
-WORLD = World(
-    3,
-    JobState.RUNNING,
-    (Member("b", "10.0.0.2", 7000, 2, 0), Member("a", "10.0.0.1", 9000, 1, 2)),
-)
+WORLD = World(3, JobState.RUNNING, (Member("b", "10.0.0.2", 7000, 2, 0), Member("a", "10.0.0.1", 9000, 1, 2)))
 
 
 def test_trainers_find_launcher_variables() -> None:

@@ -32,13 +32,7 @@ from edl.collective.checkpoint.state.state import State
 from edl.collective.job_records import JobState, Member, World
 from edl.collective.replica import peers
 from edl.collective.replica.peers import ReplicaAnnouncement, ReplicaRefusedError, ReplicaServer, send_states
-from edl.collective.replica.replicator import (
-    ReplicaAction,
-    ReplicationSchedule,
-    Replicator,
-    job_secret,
-    replica_peer,
-)
+from edl.collective.replica.replicator import ReplicaAction, ReplicationSchedule, Replicator, job_secret, replica_peer
 from edl.discovery import Store
 from edl.errors import ProtocolError, TemporaryError
 from edl.protocol.tls import PeerTLS
@@ -427,8 +421,7 @@ def test_too_much_is_refused(tmp_path: Path, receive: Callable[..., Receiver]) -
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"node": "../up"}, {"node": ""}, {"node": 3}, {"rank": 2}, {"data_nbytes": -1}, {"step": 1.5}],
+    "wrong", [{"node": "../up"}, {"node": ""}, {"node": 3}, {"rank": 2}, {"data_nbytes": -1}, {"step": 1.5}]
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     right = ReplicaAnnouncement("n", 0, 0, 1, 2, 1, 100, 10, NO_VERSION)

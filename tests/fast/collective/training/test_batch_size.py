@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,12 +39,6 @@ def test_what_says_nothing_is_left_out(groups: GradientGroups) -> None:
     noise = GradientNoise()
     noise.add_step(groups)
     assert not noise.known
-
-
-def test_gain_with_no_and_only_noise() -> None:
-    assert GradientNoise(0.0, 1.0, 1.0).gain(512, 64) == 1.0
-    assert GradientNoise(1.0, 0.0, 1.0).gain(512, 64) == pytest.approx(8.0)
-    assert (GradientNoise(0.0, 1.0).scale, GradientNoise(1.0, -0.1).scale) == (0.0, math.inf)
 
 
 SETTINGS = [(1, 32, 1), (1, 64, 2), (2, 32, 1), (2, 64, 1), (3, 48, 1), (3, 16, 2), (4, 64, 1), (4, 128, 3)]
@@ -125,12 +119,6 @@ def test_each_decision_says_why(
     assert chosen == wanted
     assert reason in why
     assert why.startswith(f"batch {batch} ")
-
-
-@pytest.mark.parametrize("values", [(0, 5), (6, 5), (1, 5, 0), (1, 5, 1, -0.1)])
-def test_bounds_that_cannot_be_are_refused(values: tuple[int, int]) -> None:
-    with pytest.raises(SettingsError):
-        AutoBatch(*values)
 
 
 CPU = torch.device("cpu")
@@ -222,15 +210,6 @@ def test_a_batch_four_times_the_base(policy: Policy, factor: float) -> None:
     assert scaling.factor(HALF) == pytest.approx(factor)
 
 
-@pytest.mark.parametrize("policy", [None, Linear(1000), SquareRoot(), AdaScale(), lambda scale: scale])
-def test_base_batch_needs_no_policy(policy: Policy) -> None:
-    scaling = RateScaling(policy, base_batch=64, batch=64)
-    for _ in range(3):
-        assert scaling.factor(HALF) == pytest.approx(1.0)
-        scaling.count_step(64, HALF)
-    assert scaling.progress == pytest.approx(scaling.samples) == 192
-
-
 def test_warm_up_only_for_larger_rates() -> None:
     scaling = RateScaling(Linear(warmup_samples=1000), base_batch=100, batch=400)
     factors = []
@@ -260,15 +239,35 @@ def test_adascale_is_careful_without_noise(batch: int, factor: float) -> None:
     assert RateScaling(AdaScale(), base_batch=64, batch=batch).factor(UNKNOWN) == factor
 
 
-def test_what_cannot_be_is_refused() -> None:
-    for rule in (Linear, SquareRoot):
-        with pytest.raises(SettingsError, match="warmup_samples=-1"):
-            rule(-1)
-    with pytest.raises(SettingsError, match="base_batch=0"):
-        RateScaling(None, base_batch=0, batch=1)
-    for value in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(SettingsError, match="scale of 2"):
-            RateScaling(lambda _, value=value: value, base_batch=64, batch=128).factor(UNKNOWN)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *(
+            (lambda values=values: AutoBatch(*values), "must be")
+            for values in ((0, 5), (6, 5), (1, 5, 0), (1, 5, 1, -1))
+        ),
+        *((lambda rule=rule: rule(-1), "warmup_samples=-1") for rule in (Linear, SquareRoot)),
+        (lambda: RateScaling(None, base_batch=0, batch=1), "base_batch=0"),
+        *((lambda value=value: factor_of(value), "scale of 2") for value in (0.0, -1.0, math.nan, math.inf)),
+        (lambda: sampler_of(length=0), "length=0"),
+        (lambda: sampler_of(global_batch=0), "global_batch=0"),
+        (lambda: sampler_of(seed=-1), "seed=-1"),
+        (lambda: sampler_of(tail="fold"), "tail='fold'"),
+        (lambda: sampler_of(tail="drop", global_batch=11), "leaves no batch"),
+        (lambda: sampler_of(rank=1), "rank and world"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        make()
+
+
+def factor_of(value: float) -> float:
+    return RateScaling(lambda scale: value, base_batch=64, batch=128).factor(UNKNOWN)
+
+
+def sampler_of(**changes: Any) -> ElasticSampler:
+    return ElasticSampler(**{"length": 10, "global_batch": 4, **changes})
 
 
 WITHOUT_MOMENTUM = (0.0, 0.9)
@@ -499,19 +498,3 @@ def test_unfit_state_is_refused(change: dict[str, int], error: type[Exception], 
     sampler = ElasticSampler(10, global_batch=4, rank=0, world=1)
     with pytest.raises(error, match=message):
         sampler.load_state_dict(sampler.state_dict() | change)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"length": 0}, "length=0"),
-        ({"global_batch": 0}, "global_batch=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"tail": "fold"}, "tail='fold'"),
-        ({"tail": "drop", "global_batch": 11}, "leaves no batch"),
-        ({"rank": 1}, "rank and world"),
-    ],
-)
-def test_unworkable_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        ElasticSampler(**{"length": 10, "global_batch": 4, **arguments})

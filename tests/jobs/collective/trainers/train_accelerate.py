@@ -30,9 +30,7 @@ def train(run: Run) -> None:
     torch.manual_seed(3)
     rows = torch.randn(ROWS, FEATURES)
     accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=4 // run.world,
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+        cpu=True, gradient_accumulation_steps=4 // run.world, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)
     )
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     model = torch.compile(model, backend="aot_eager")

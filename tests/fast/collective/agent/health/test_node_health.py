@@ -37,11 +37,7 @@ from edl.collective.agent.health.node_check import (
     second_groups,
     summarize_rounds,
 )
-from edl.collective.agent.health.node_probe import (
-    check_copies,
-    check_products,
-    check_sum,
-)
+from edl.collective.agent.health.node_probe import check_copies, check_products, check_sum
 from edl.collective.agent.health.peer_monitor import Address, PeerConnections, choose_peers
 from edl.collective.job_records import JobState, Member, World
 from edl.errors import EDLError

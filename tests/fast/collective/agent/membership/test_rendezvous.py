@@ -243,13 +243,6 @@ def test_nodes_join_after_a_pause() -> None:
     assert follow(replace(world, pause_at=17), "ab", node="a", pausing_s=3.0) == world, "nobody wants it any more"
 
 
-def test_job_is_done_when_all_finished() -> None:
-    assert follow(running("ab"), [node("a", finished=3), node("b", finished=2)], node="a") is None
-    done = follow(running("ab"), [node("a", finished=3), node("b", finished=3)], node="a")
-    assert done.state is JobState.DONE
-    assert follow(done, "", quiet_s=1e9) is None
-
-
 def test_forgiven_errors_count_in_all_worlds() -> None:
     world: World | None = replace(running("ab"), forgiven=1)
     for observed in ({"restart": "it died"}, {"restart": "it raised", "forgives": True}):
@@ -289,9 +282,7 @@ EVENTS = ("turn",) * 9 + ("tick",) * 5 + ("join", "leave", "kill", "stop", "cont
 
 @settings(max_examples=40)
 @given(
-    st.integers(1, 3),
-    st.integers(0, 3),
-    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 7)), max_size=250),
+    st.integers(1, 3), st.integers(0, 3), st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 7)), max_size=250)
 )
 def test_any_history_comes_to_rest(minimum: int, more: int, history: list[tuple[str, int]]) -> None:
     job = Job(RendezvousSettings(minimum, minimum + more, takeover_s=5.0))

@@ -1,8 +1,7 @@
 """The world size, the rank of this process, and what ranks exchange: numbers, bytes and tensors, never pickled objects.
 
-Every function that communicates is collective. The process group's timeout limits how long it may wait, and a broken
-group raises torch's own errors. `group` is None for torch's default group. Ranks are global unless a function says
-otherwise.
+Every function that communicates is collective, for as long as the process group's timeout, and raises torch's own
+errors. `group` is None for torch's default group. Ranks are global unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -107,7 +106,6 @@ def global_rank(rank: int, group: Group = None) -> int:
 
 
 def send_bytes(data: bytes, dst: int, group: Group = None) -> None:
-    """Send bytes to another rank, which calls `receive_bytes`."""
     dist.send(torch.tensor([len(data)], device=_device(group)), dst, group)
     send_tensor(byte_tensor(bytearray(data)), dst, group)
 

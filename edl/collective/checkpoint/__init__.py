@@ -2,8 +2,6 @@
 
 `checkpointer` saves, restores and decides how often. `state` defines what is saved, and `encoding` turns it into bytes.
 `memory` keeps states in slots, moves them between ranks, and chooses the state from which training resumes. `storage`
-writes slots to any file system, in the format of `torch.distributed.checkpoint`.
-
-Two things don't belong here: sending copies to other hosts (`edl.collective.replica`, which nothing here imports), and
-deciding who requests a save.
+writes slots to any file system, in the format of `torch.distributed.checkpoint`. Replicas on other hosts are in
+`edl.collective.replica`, which nothing here imports.
 """

@@ -5,7 +5,21 @@
 checkpoints belong elsewhere in `edl.collective`.
 """
 
-from edl.collective.training.learning_rate import AdaScale, Linear, SampleSchedule, SquareRoot
-from edl.collective.training.tuner import AutoBatch
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edl.collective.training.learning_rate import AdaScale, Linear, SampleSchedule, SquareRoot
+    from edl.collective.training.tuner import AutoBatch
 
 __all__ = ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a submodule only when one of its names is used: FSDP, which they need, takes a while to import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "tuner" if name == "AutoBatch" else "learning_rate"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

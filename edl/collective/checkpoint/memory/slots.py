@@ -351,14 +351,11 @@ class SlotPair:
         return find_slots(self.prefix)
 
     def begin_write(self, data_nbytes: int, meta_nbytes: int) -> tuple[int, mmap.mmap]:
-        """Begin to overwrite the slot that does not hold the newest complete state.
+        """Begin to overwrite the slot that does not hold the newest complete state. Returns its number and mapping.
 
         The first time, and whenever more room is needed, both slots get their memory, so that no later save has to
-        allocate pages.
-
-        Returns:
-            The slot's number, and its mapping, in which tensors begin at `HEADER_NBYTES`. The mapping is the same as
-            the last time as long as the sizes fit.
+        allocate pages. Tensors begin at `HEADER_NBYTES` in the mapping, which is the same as the last time as long as
+        the sizes fit.
 
         Raises:
             SettingsError: There is not enough shared memory. The newest complete state is unchanged.

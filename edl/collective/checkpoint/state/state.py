@@ -232,8 +232,8 @@ class State:
     def begin_restore(self) -> None:
         """Remember which meshes this state uses before it is restored.
 
-        A restarted script has no other meshes at this point, so a later save that needs others is refused: no restart
-        could use it.
+        A restarted script has no others at this point, so a later save that needs others is refused: no restart could
+        use it.
         """
         vars(self)["_meshes"] = self._live_tensors(self._fields).meshes
 

@@ -329,10 +329,7 @@ class CheckpointPersister:
         self.wake()
 
     def check_storage(self, timeout_s: float, raise_if_stopping: Callable[[], object]) -> None:
-        """Check that the storage accepts a file. If it does not respond within `timeout_s` seconds, only report that.
-
-        During the wait, `raise_if_stopping` is called repeatedly; if it raises, the wait ends.
-        """
+        """Check that the storage accepts a file. If it does not answer within `timeout_s` seconds, only report that."""
         if self._writer is None:
             return
         check = start_call("edl-check-storage", self._writer.check_storage)
@@ -375,9 +372,7 @@ class CheckpointPersister:
         return self._error is None
 
     def close_or_raise(self, timeout_s: float) -> None:
-        """Finish marked states within `timeout_s` seconds, retrying failures for half a minute.
-
-        For a worker that has no agent.
+        """Finish marked states, retrying failures for half a minute, for a worker without an agent.
 
         Raises:
             TemporaryError: The last state is not stored. Earlier checkpoints are unchanged.

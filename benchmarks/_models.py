@@ -83,28 +83,14 @@ class TokenSleeper(Backend):
         seconds: that a batch takes, of whatever size.
     """
 
+    inputs = (TensorSpec(names.IDS, "INT32"), TensorSpec(names.POSITION, "INT32"))
+    outputs = (TensorSpec(names.LOGPROBS, "FP32", (VOCABULARY,)),)
+    version = "1"
+    sequence_input = names.POSITION
+    max_top_k = TOP_K
+
     def __init__(self, seconds: float = 0.02) -> None:
         self._seconds = seconds
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(names.IDS, "INT32"), TensorSpec(names.POSITION, "INT32"))
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(names.LOGPROBS, "FP32", (VOCABULARY,)),)
-
-    @property
-    def version(self) -> str:
-        return "1"
-
-    @property
-    def sequence_input(self) -> str:
-        return names.POSITION
-
-    @property
-    def max_top_k(self) -> int:
-        return TOP_K
 
     def predict(self, inputs: Arrays) -> Arrays:
         raise NotImplementedError("whole outputs are not asked for")

@@ -1,4 +1,4 @@
-"""The tensor channel: frames over a TCP or Unix socket between EDL's students and teachers.
+"""The tensor channel: frames over a TCP socket between EDL's students and teachers.
 
 gRPC from Python copies a tensor several times on each side, with the GIL. Here the kernel copies it once
 out of the student's array, and once into the memory that the teacher computes from, both without the GIL.
@@ -105,11 +105,6 @@ def split_body(body: memoryview) -> tuple[bytes, list[memoryview]]:
     if at != len(body):
         raise ProtocolError(f"malformed message: tensors end at byte {at:,} of {len(body):,}")
     return bytes(body[header_at : header_at + header_nbytes]), tensors
-
-
-def unix_path(path: str) -> str:
-    """Return the path of the tensor channel's socket beside a server's Unix socket."""
-    return f"{path}.channel"
 
 
 async def when_ready(sock: Socket, operation: Callable[[], T], *, writes: bool = False) -> T:

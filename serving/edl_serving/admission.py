@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,10 +36,8 @@ class ServerState(enum.Enum):
 class Lifecycle:
     """Counts requests, and refuses them when the server is warming up or draining. Used on the event loop only.
 
-    Attributes:
-        state: State of the server.
-        healthy: False while the canary or a backend reports a fault.
-        in_flight: Number of requests not answered yet.
+    `healthy` is False while the canary or a backend reports a fault; `in_flight` is the number of requests not answered
+    yet.
     """
 
     def __init__(self) -> None:
@@ -86,14 +83,11 @@ nothing."""
 _RETRY_BYTES_MS = 20
 """Retry hint for a client that exceeds its own byte limit: a few batches, after which part of its requests has been
 answered. With a longer wait the client would sit idle, and possibly the model too."""
-_numbers = itertools.count()
 
 
 def client_of(context: ServicerContext) -> str:
     """Return the name of a call's client, which is its connection as gRPC names the peer."""
-    peer = unquote(context.peer())
-    # gRPC may give all peers on a Unix socket the same name.
-    return peer if not peer.startswith("unix") else f"{peer}#{next(_numbers)}"
+    return unquote(context.peer())
 
 
 @dataclass(eq=False)
@@ -144,8 +138,8 @@ class ConnectionLimiter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all clients."""
-        return sum(client.nbytes for client in self._clients.values())
+        """Bytes of all clients. Callable from any thread."""
+        return sum(client.nbytes for client in list(self._clients.values()))
 
     def open_call(self, name: str, *, stream: bool = False) -> ClientConnection:
         """Count a call until `close_call`; refuse it if there are too many clients or streams."""

@@ -19,7 +19,6 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edl.errors import ProtocolError, SettingsError
@@ -34,7 +33,6 @@ from edl.protocol.frames import (
     body_parts,
     receive_exactly,
     split_body,
-    unix_path,
 )
 from edl.protocol.tls import CredentialFiles, certificates_in
 from edl.protocol.transport import grpc
@@ -76,13 +74,12 @@ class ChannelListener:
         self._offers: dict[bytes, _Offer] = {}  # by token, in the order of their expiry
         self._listeners: list[socket.socket] = []
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
-        self._path: Path | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._channels: set[_ServerChannel] = set()
         self._port = 0
 
-    def listen(self, host: str, port: int, uds: str | None) -> None:
-        """Listen on a TCP port, 0 for any free one, and next to a Unix socket.
+    def listen(self, host: str, port: int) -> None:
+        """Listen on a TCP port, 0 for any free one.
 
         Raises:
             SettingsError: The server cannot listen there.
@@ -102,20 +99,9 @@ class ChannelListener:
                     f"cannot listen on {host}:{port} for tensors: {exc.strerror}; give another --channel-port, or 0"
                 ) from exc
             self._port = listener.getsockname()[1]
-            self._add(listener)
-        if uds is not None:
-            path = Path(unix_path(uds))
-            if path.is_socket():  # the server holds `uds`, so nobody else's socket is here
-                path.unlink()
-            listener = socket.socket(socket.AF_UNIX)
-            try:
-                listener.bind(str(path))
-                listener.listen(_MOST_HANDSHAKES)
-            except OSError as exc:
-                listener.close()
-                raise SettingsError(f"--uds {uds!r}: no socket can be made at {path}: {exc.strerror or exc}") from exc
-            self._path = path
-            self._add(listener)
+            listener.setblocking(False)
+            self._listeners.append(listener)
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def offer(self, call: Call) -> bytes:
         """Return the answer to `names.OPEN_CHANNEL`; refuse it if too many channels are open."""
@@ -162,8 +148,6 @@ class ChannelListener:
         for listener in self._listeners:
             loop.remove_reader(listener)
             listener.close()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
         self.end_channels()
         tasks = list(self._tasks)
         if tasks:
@@ -171,11 +155,6 @@ class ChannelListener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _add(self, listener: socket.socket) -> None:
-        listener.setblocking(False)
-        self._listeners.append(listener)
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -2,7 +2,6 @@
 
 The load of such a server comes from Triton's extension `ModelStatistics`. Triton counts executions by batch size, so
 the number of rows is the sum of sizes times executions, and the compute time is that of the executions.
-(`inference_stats` counts the time of a batch once for every request in it.)
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
 """
 
@@ -256,8 +255,6 @@ def _instance(config: RegisterConfig, version: str) -> Instance:
     return registration.instance(config.address, config.port, config.model, meta)
 
 
-NO_STATISTICS = "the server has no statistics (ModelStatistics of KServe v2)"
-NO_BATCHES = "its model has no batch dimension, so the server counts requests rather than rows"
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -315,8 +312,9 @@ class ForeignServer:
             config = self._ask("ModelConfig", name=self._model).config
         except grpc.RpcError as exc:
             code = exc.code() if isinstance(exc, grpc.Call) else None
-            unknown = f"the server does not report its load: {_words_of(exc)}"
-            note = NO_STATISTICS if code is grpc.StatusCode.UNIMPLEMENTED else unknown
+            note = f"the server does not report its load: {_words_of(exc)}"
+            if code is grpc.StatusCode.UNIMPLEMENTED:
+                note = "the server has no statistics (ModelStatistics of KServe v2)"
             return TeacherCounts(None, None, 1, None, note)
         except ValueError:  # raised by gRPC after `close` was called in another thread
             return TeacherCounts(None, None, 1, None, "the connection is closed")
@@ -351,7 +349,8 @@ def counts_of(versions: Sequence[kserve.ModelStatistics], config: kserve.ModelCo
     """Return the load of a model, summed over the statistics of its versions."""
     workers = max(1, sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group))
     if not config.max_batch_size:
-        return TeacherCounts(None, None, workers, None, NO_BATCHES)
+        note = "its model has no batch dimension, so the server counts requests rather than rows"
+        return TeacherCounts(None, None, workers, None, note)
     batches = [batch for version in versions for batch in version.batch_stats]
     rows = sum(batch.batch_size * batch.compute_infer.count for batch in batches)
     compute_ns = sum(

@@ -48,11 +48,7 @@ _STATUS: Final = {
 class HttpApi:
     """Answers paths below `/v2`, as a WSGI application whose calls may run in any thread.
 
-    Args:
-        inference: Answers the requests, on the event loop.
-        loop: The event loop.
-        max_bytes: Largest number of bytes of a request.
-        refusal: Why requests are refused; empty if they are answered.
+    `inference` answers on `loop`. `refusal` says why requests are refused; empty if they are answered.
     """
 
     def __init__(

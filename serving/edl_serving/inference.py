@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,6 +29,7 @@ from edl_serving.monitoring import AccessLog, Metrics
 from edl_serving.request import Join, RequestDecoder
 from edl_serving.request_error import RequestError, invalid_argument, malformed_message
 from edl_serving.request_plan import request_id_of, valid_traceparent
+from edl_serving.settings import ServerSettings
 from edl_serving.shared_memory import ClientRegions, RegionTable
 
 _log = logging.getLogger(__name__)
@@ -55,27 +55,26 @@ class InferenceServicer:
 
     def __init__(
         self,
+        settings: ServerSettings,
         model: ServedModel,
-        max_rows: int,
         lifecycle: Lifecycle,
         batcher: Batcher,
         regions: RegionTable | None,
         clients: ConnectionLimiter,
         metrics: Metrics,
-        access: AccessLog | None = None,
-        files: CredentialFiles | None = None,
-        max_age_s: float = math.inf,
+        access: AccessLog | None,
+        files: CredentialFiles | None,
     ) -> None:
         self.model = model
         self.lifecycle = lifecycle
         self.metrics = metrics
-        self._decoder = RequestDecoder(model, max_rows)
+        self._decoder = RequestDecoder(model, settings.max_queue_rows)
         self._batcher = batcher
         self.regions = regions
         self.clients = clients
         self._access = access
         self._streams: set[InferStream] = set()
-        self.channels = ChannelListener(self, files, max_age_s)
+        self.channels = ChannelListener(self, files, settings.max_connection_age_s)
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """Return gRPC's handlers for all methods of the service, and for opening a tensor channel."""
@@ -434,8 +433,7 @@ def _unary(kind: type[Message], answer: Answer) -> grpc.RpcMethodHandler[Any, An
         except RequestError as error:
             await context.abort(error.code, error.message, error.trailing_metadata)
 
-    handler: Callable[[bytes, ServicerContext], Awaitable[bytes]] = handle
-    return grpc.unary_unary_rpc_method_handler(handler)
+    return grpc.unary_unary_rpc_method_handler(handle)
 
 
 def _refusing(words: str) -> grpc.RpcMethodHandler[Any, Any]:

@@ -12,6 +12,12 @@ from edl_serving.backends.source import WeightsVersion
 from edl_serving.request_error import invalid_argument, not_found
 from edl_serving.settings import ServerSettings
 
+_SHARED = (
+    *("version", "inputs", "outputs", "max_top_k", "sequence_input", "max_sequence"),
+    *("optional_outputs", "instance_meta"),
+)
+"""Attributes in which all instances of a model must agree."""
+
 
 class ServedModel:
     """Names, types and shapes that all instances of the served model share.
@@ -29,7 +35,7 @@ class ServedModel:
         self.inputs = tuple(first.inputs)
         self.outputs = tuple(first.outputs)
         for other in backends[1:]:
-            if _identity(other) != _identity(first):
+            if any(getattr(other, name) != getattr(first, name) for name in _SHARED):
                 raise SettingsError(f"the backends of model {self.name!r} differ in version, inputs or outputs")
         for kind, specs in (("input", self.inputs), ("output", self.outputs)):
             if not specs:
@@ -128,20 +134,6 @@ class ServedModel:
         if self._settings.shared_memory:
             offered.append(names.EXTENSION_SHARED_MEMORY)
         return offered
-
-
-def _identity(backend: Backend) -> tuple[object, ...]:
-    """Return the properties that all instances of one model must share."""
-    return (
-        backend.version,
-        backend.inputs,
-        backend.outputs,
-        backend.max_top_k,
-        backend.sequence_input,
-        backend.max_sequence,
-        backend.optional_outputs,
-        backend.instance_meta,
-    )
 
 
 def _type_of(spec: TensorSpec) -> kserve.DataType:

@@ -4,9 +4,8 @@ Counts are plain numbers that are collected at a scrape (https://prometheus.io/d
 library's own counters take a lock for each increment, which at thousands of requests a second costs more than all of
 the batching. `edl.http_server.health` serves them.
 
-A thread writes the access log as lines of JSON, because a disk or a pipe may be slow or hang, and neither the event
-loop nor the end of the process may wait for it. If the thread cannot keep up, lines are dropped, and the next line says
-how many.
+A thread writes the access log, because a disk or a pipe may be slow or hang, and neither the event loop nor the end of
+the process may wait for it. If the thread cannot keep up, lines are dropped, and the next line says how many.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ _log = logging.getLogger(__name__)
 
 # From a look-up in memory to a language model's batch, three bounds a decade: quantiles are within a factor of 2.5.
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_MOST_TRIES = 10  # attempts to read a gauge; each fails with a small probability
 
 # Powers of two, up to the default of --max-queue.
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -96,7 +94,7 @@ class Metrics(Collector):
         return self._workers[-1]
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a gauge; `read` is called at each scrape."""
+        """Add a gauge; `read` is called at each scrape, in any thread."""
         self._gauges.append((name, text, read))
 
     def computed(self) -> tuple[int, float]:
@@ -160,7 +158,7 @@ class Metrics(Collector):
             yield self._histogram(name, text, parts)
         for name, text, read in self._gauges:
             gauge = GaugeMetricFamily(name, text, labels=["model"])
-            gauge.add_metric([self._model], _read(read))
+            gauge.add_metric([self._model], read())
             yield gauge
 
     def _histogram(self, name: str, text: str, parts: Sequence[_Buckets]) -> HistogramMetricFamily:
@@ -183,16 +181,6 @@ class Metrics(Collector):
         if self._http is not None:
             self._http.close()
             self._http = None
-
-
-def _read(gauge: Callable[[], float]) -> float:
-    """Read a gauge, and retry if another thread changes its value at the same time."""
-    for _ in range(_MOST_TRIES):
-        try:
-            return gauge()
-        except RuntimeError:  # a dictionary changed size during iteration
-            continue
-    return gauge()
 
 
 _MOST_WAITING = 10_000  # lines: some seconds of requests, and 5 MB, so that a hanging disk does not fill the memory

@@ -1,8 +1,7 @@
 """The options of a command: read from the command line and a TOML file, checked, and explained by `--help`.
 
-Flags, keys of the file and the help texts come from one table of `Option`. A flag wins over the file, and the file over
-the default. The functions that read values accept text (from the command line) or typed values (from TOML), and raise
-ValueError with a message that says what is accepted.
+A flag wins over the file, and the file over the default. The functions that read values accept text (from the command
+line) or typed values (from TOML), and raise ValueError with a message that says what is accepted.
 """
 
 from __future__ import annotations
@@ -96,14 +95,6 @@ def duration_s(raw: Any) -> float:
     return parse_duration(str(raw), unit=True)
 
 
-def seconds(raw: Any) -> float:
-    """Read a duration as `duration_s` does, but accept a number without a unit as seconds."""
-    try:
-        return number(raw)
-    except ValueError:
-        return duration_s(raw)
-
-
 def size_bytes(raw: Any) -> int:
     """Read a size with its unit, and return bytes."""
     match = _SIZE.fullmatch(raw.strip()) if isinstance(raw, str) else None
@@ -122,26 +113,16 @@ def json_or_text(raw: Any) -> Any:
         return raw
 
 
-def no_token(raw: Any) -> str:
-    """Refuse any value, because every user of the host can see a token on a command line."""
-    raise ValueError("expected --token-file with a path: a token on the command line shows in ps")
-
-
 @dataclass(frozen=True)
 class Option:
     """A setting of a command.
 
     Attributes:
         name: The flag without its dashes, which is also the key in a file.
-        parse: Function that reads the value.
-        metavar: What `--help` shows for the value.
-        help: Help text of a line or two.
         many: Whether the flag may be repeated (in a file, a list). The result is a tuple.
         pairs: Whether the flag takes `key=value` and may be repeated (in a file, a table). The result is a dictionary.
         negative: Whether the flag takes no value and `--no-NAME` turns it off.
         alias: An older name that is also accepted but not shown in `--help`.
-        refused: Whether the option is always refused and hidden from `--help`. The error leaves out the value, which
-            may be a secret.
     """
 
     name: str
@@ -152,7 +133,6 @@ class Option:
     pairs: bool = False
     negative: bool = False
     alias: str = ""
-    refused: bool = False
 
     @property
     def key(self) -> str:
@@ -169,8 +149,6 @@ class Option:
                 return tuple(self.parse(item) for item in raw)
             return self.parse(raw)
         except ValueError as exc:
-            if self.refused:
-                raise SettingsError(f"{where}: {exc}") from None
             shown = raw[0] if isinstance(raw, list) and len(raw) == 1 else raw
             raise SettingsError(f"{where} {shown!r}: {exc}") from exc
 
@@ -204,7 +182,7 @@ def credential_options(role: Literal["client", "server"], others: str) -> tuple[
         flag_ = name == "allow-insecure-tokens"
         metavar = "" if flag_ else "NAME" if name == "tls-server-name" else "FILE"
         found.append(Option(name, flag if flag_ else text, metavar, words, negative=flag_))
-    return (*found, Option("token", no_token, "TEXT", "every user of the host could see it", refused=True))
+    return tuple(found)
 
 
 def add_flags(parser: CommandParser, groups: Sequence[OptionGroup]) -> None:
@@ -212,7 +190,7 @@ def add_flags(parser: CommandParser, groups: Sequence[OptionGroup]) -> None:
     for group in groups:
         section = parser.add_advanced_group(group.title) if group.advanced else parser.add_argument_group(group.title)
         for option in group.options:
-            text = argparse.SUPPRESS if option.refused else option.help.replace("%", "%%")
+            text = option.help.replace("%", "%%")
             how: dict[str, Any] = {"metavar": option.metavar, "action": "store"}
             if option.negative:
                 how = {"action": argparse.BooleanOptionalAction}

@@ -1,7 +1,7 @@
 """A server's entry in discovery: created once the server is ready, updated while it drains, removed at the end.
 
-`TeacherRegistration` manages the entry of a `TeacherServer`; `edl register` uses the parts for other servers. A server
-keeps serving even if the registry does not answer, because an `InstanceReconciler` retries in a thread of its own.
+A server keeps serving even if the registry does not answer, because an `InstanceReconciler` retries in a thread of its
+own.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ class RegistrationSettings:
         url: URL of the registry; None to stay out of discovery.
         ttl_s: Seconds without a renewal after which the entry expires.
         id: Id, unique within the service; None for the host's name and the port, which stays the same after a restart.
-        capacity: Weight of the server; a server with 2 gets twice the students of one with 1.
-        tags: Free text that students can read.
         meta: Keys and values that students can read; they override the server's own.
-        load: Whether and how often the server publishes its load.
     """
 
     service: str
@@ -84,12 +81,12 @@ class RegistrationSettings:
 
 def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> None:
     """Warn if a loopback address is registered where other hosts look it up."""
-    if discovery_url is not None and discovery_url.startswith(("consul", "etcd", "edl")) and is_loopback(address):
+    if (
+        discovery_url is not None
+        and discovery_url.startswith(("consul", "etcd", "edl"))
+        and is_this_host(authority(address, 0))
+    ):
         _log.warning("only students on this host can reach %s; %s is for others", address, remedy)
-
-
-def is_loopback(host: str) -> bool:
-    return is_this_host(authority(host, 0))
 
 
 class ReadyFile:
@@ -380,7 +377,8 @@ class TeacherRegistration:
         model = server.settings.model
         self._instance = self._settings.instance(self._address, server.port, model, self._metadata(server))
         server.watch_ready(self._on_health_change)
-        # Replaces the check that `serve` adds until this returns, because the ready file may be written earlier.
+        # Replaces the check that `serve` adds until this returns, because the ready file may be written earlier. Once
+        # registered, an outage of the registry does not matter: students keep the teachers that they know.
         unregistered = "" if self._reconciler is None else "not registered yet"
         server.metrics.checks.add("/readyz", "discovery", lambda: "" if self._was_published else unregistered)
         if self._reconciler is None:
@@ -393,8 +391,6 @@ class TeacherRegistration:
             "Whether discovery has this teacher, and its lease is kept.",
             lambda: float(reconciler.published is not None and not reconciler.error),
         )
-        # Once registered, an outage of the registry does not matter: students keep the teachers that they know.
-        server.metrics.checks.add("/readyz", "registry", lambda: "" if self._was_published else "does not answer")
         warn_of_loopback(self._settings.url, self._address, "--host 0.0.0.0")
         with self._lock:
             self._load.set_ready(self._instance, lambda: TeacherCounts(*server.load()))
@@ -447,8 +443,6 @@ class TeacherRegistration:
         # Equal on student and teacher if they run on one kernel, where they may share memory.
         with contextlib.suppress(OSError):
             meta["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        if server.settings.uds is not None:
-            meta["uds"] = str(Path(server.settings.uds).absolute())
         if server.settings.credentials.cert:
             meta[names.TLS_META] = "1"
         return meta

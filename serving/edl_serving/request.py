@@ -2,7 +2,6 @@
 
 Every client error is refused here or in `request_plan`, before the request is queued, and the message names the
 offending field and value. A client's claim never allocates memory, because arrays are views of bytes that have arrived.
-On a tensor channel, the claimed size counts towards the client's limit before memory is reserved (`channel`).
 """
 
 from __future__ import annotations
@@ -34,12 +33,9 @@ _MAX_CACHED_PLANS = 1024  # the default number of clients, each with a header of
 
 @dataclass(frozen=True)
 class DecodedRequest:
-    """A request that can be computed.
+    """A request that can be computed, and the shared memory regions to write outputs to, by name.
 
-    Attributes:
-        plan: The plan made from the request's header.
-        arrays: The inputs in the model's order, `[rows, *shape]`; views of the message or of shared memory.
-        regions: The shared memory regions to write outputs to, by name.
+    `arrays` are the inputs in the model's order, `[rows, *shape]`; views of the message or of shared memory.
     """
 
     plan: RequestPlan

@@ -1,9 +1,8 @@
 """The plan of a request: its header, checked against the model before its tensors are read.
 
 A client sends the same header with every batch, so a plan is made once and reused. It includes the output options,
-which transform the outputs before they are sent: `edl_top_k` keeps the k largest logits of a row and sums up the rest,
-and `edl_dtype` chooses the type of floating-point outputs. Both work on the last axis, row by row, so requests with
-different options can share a batch.
+`edl_top_k` and `edl_dtype`, which work on the last axis, row by row, so requests with different options can share a
+batch.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ _HOTTEST = 1e6  # with more, they vanish
 class OutputOptions:
     """The output options of a request.
 
-    Attributes:
-        top_k: Number of values of the last axis to keep; None for all.
-        temperature: Temperature of the sum over the classes left out.
-        datatype: Type to which floating-point outputs are cast; None for no cast. Finite values stay finite.
+    `top_k` is None for all values of the last axis; `temperature` is that of the sum over the classes left out. None
+    for `datatype` casts nothing; otherwise, finite values stay finite.
     """
 
     top_k: int | None = None
@@ -181,12 +178,9 @@ class RequestInput:
 
 @dataclass(frozen=True)
 class RequestedOutput:
-    """An output to be sent.
+    """An output to be sent, and its place in shared memory; None to put it into the response.
 
-    Attributes:
-        name: Name in the response; with `edl_top_k`, one of the three names that replace the output's own.
-        spec: The model's output that it is made from.
-        place: Where to write it in shared memory; None to put it into the response.
+    With `edl_top_k`, `name` is one of the three names that replace the output's own.
     """
 
     name: str
@@ -199,17 +193,13 @@ class RequestPlan:
     """The parsed and checked header of a request.
 
     Attributes:
-        id: The client's id, which is sent back.
         rows: First dimension of every input, above 0.
         inputs: Inputs in the model's order; optional ones only if they were sent.
         raw_count: Number of `raw_input_contents` that the message must have.
         shapes: Names and shapes of the inputs without the rows, and the temperature if the model computes with it.
             Requests with equal `shapes` can share a batch.
-        options: Transformations of the outputs.
-        outputs: Outputs to send, in this order.
         typed: Name of an input whose elements came in the header; None if there is none. A plan with such an input is
             used for a single request.
-        uses_shared_memory: Whether an input or output is in shared memory.
         timeout_s: Seconds after its arrival that the client waits for the response; None if the request does not say.
         object_bytes: Bytes in addition to the message: Python objects made from BYTES, and copies of shared memory.
         answer_bytes: Bytes of the outputs in the response, and of outputs held until the last part of a large request
@@ -259,7 +249,7 @@ def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
         timeout_s=None if timeout_ms is None else max(timeout_ms / 1000, 0.0),
         object_bytes=_OBJECT_NBYTES * sum(strings) + _copied_bytes(model, in_regions),
         answer_bytes=_answer_bytes(model, inputs, options, outputs),
-        traceparent=_read_traceparent(header.parameters),
+        traceparent=valid_traceparent(read_parameter(header.parameters, names.TRACEPARENT, ("string_param",))),
         is_final=read_parameter(header.parameters, _FINAL_WANTED, ("bool_param",)) or False,
     )
 
@@ -309,12 +299,6 @@ def _batch_key(model: ServedModel, inputs: tuple[RequestInput, ...], options: Ou
     if model.max_top_k is not None:
         shapes += (options.temperature,)
     return shapes
-
-
-def _read_traceparent(parameters: Mapping[str, kserve.InferParameter]) -> str:
-    if names.TRACEPARENT not in parameters:
-        return ""
-    return valid_traceparent(parameters[names.TRACEPARENT].string_param)
 
 
 def _read_inputs(header: kserve.ModelInferRequest, model: ServedModel, max_rows: int) -> tuple[RequestInput, ...]:
@@ -401,13 +385,8 @@ def read_region_slice(name: str, parameters: Mapping[str, kserve.InferParameter]
 
 
 def _number(name: str, parameters: Mapping[str, kserve.InferParameter], key: str) -> int | None:
-    if key not in parameters:
-        return None
-    field_name = parameters[key].WhichOneof("parameter_choice")
-    if field_name not in ("int64_param", "uint64_param"):
-        raise invalid_argument(f"tensor {quote(name)}: parameter {key} must be a whole number, not {field_name}")
-    value: int = getattr(parameters[key], field_name)
-    if value < 0:
+    value: int | None = read_parameter(parameters, key, ("int64_param", "uint64_param"))
+    if value is not None and value < 0:
         raise invalid_argument(f"tensor {quote(name)}: parameter {key}={value}: must not be below 0")
     return value
 

@@ -82,7 +82,6 @@ _MORE_SERVER = OptionGroup(
     "more about the server",
     (
         Option("model", v.text, "NAME", "name of the model in requests, if not the service's"),
-        Option("uds", v.text, "PATH", "also listen on this Unix socket"),
         Option("tensor-channel", v.flag, "", "also accept students' requests over a socket (default)", negative=True),
         Option("channel-port", v.port, "PORT", "TCP port of that socket (default 0: any free one)"),
         Option("max-queue", v.count, "ROWS", "rows that may wait before requests are refused (default 1024)"),
@@ -98,9 +97,9 @@ _MORE_SERVER = OptionGroup(
         Option("shared-memory", v.flag, "", "let students on this host use shared memory (default)", negative=True),
         Option("shared-memory-user", v.user, "USER", "accept (copy) this user's shared memory; repeatable", many=True),
         Option("metrics-host", v.text, "ADDRESS", "metrics address (default 127.0.0.1)"),
-        Option("canary", v.seconds, "TIME", "run a sample row at this interval; not ready while it fails"),
-        Option("canary-timeout", v.seconds, "TIME", "how long that row may take, queueing included (default 30s)"),
-        Option("stall-timeout", v.seconds, "TIME", "/livez fails if a model call takes longer (default 30min)"),
+        Option("canary", v.duration_s, "TIME", "run a sample row at this interval; not ready while it fails"),
+        Option("canary-timeout", v.duration_s, "TIME", "how long that row may take, queueing included (default 30s)"),
+        Option("stall-timeout", v.duration_s, "TIME", "/livez fails if a model call takes longer (default 30min)"),
         Option("access-log", v.text, "PATH", "one JSON line per request; - for standard output (default: none)"),
     ),
     advanced=True,
@@ -214,12 +213,9 @@ class TeacherConfig:
     """Settings to serve and register a teacher.
 
     Attributes:
-        server: The server's settings.
-        registration: The server's entry in discovery.
         address: Host name or address at which students reach this server.
         linger_s: Seconds that the server keeps serving once it shows as draining, so that students notice before they
             are refused; at most a quarter of the drain timeout.
-        ready_file: Path of the ready file; None for none.
     """
 
     server: ServerSettings
@@ -298,9 +294,8 @@ _POLL_S = 0.25  # poll interval without pidfd; short enough that tests can soon 
 def terminate_with_parent(pid: int) -> None:
     """Send this process SIGTERM when process `pid` ends, however it ends.
 
-    This process moves to its own process group. If the end of the other process orphans the group, the kernel sends
-    SIGHUP and SIGCONT to its *stopped* members (setpgid(2), POSIX "orphaned process group"). So a process that is
-    paused by SIGSTOP, whose threads cannot notice anything, ends as well.
+    In a process group of its own, this process ends even if it is paused by SIGSTOP: when the other's end orphans the
+    group, the kernel sends SIGHUP and SIGCONT to *stopped* members (setpgid(2), POSIX "orphaned process group").
     """
     try:
         watched = _open(pid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -12,7 +11,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -65,8 +63,6 @@ class TeacherServer:
             closes them.
 
     Attributes:
-        settings: The settings, as given.
-        model: The description of the model.
         metrics: The counters; `metrics.registry` is their Prometheus registry.
         port: The TCP port that the server listens on; 0 before `start`.
         metrics_port: The port of `/metrics`; None if it is off.
@@ -88,7 +84,6 @@ class TeacherServer:
         self._health = health_aio.HealthServicer()
         self.port = 0
         self.metrics_port: int | None = None
-        self._own_path: tuple[str, tuple[int, int]] | None = None
         self._access: AccessLog | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._faults: dict[str, str] = {}
@@ -132,11 +127,9 @@ class TeacherServer:
         self._tasks.append(asyncio.create_task(work))
 
     def load(self) -> tuple[int, float, int, int]:
-        """Return the server's load so far. Callable from any thread.
+        """Return computed rows, the seconds that workers spent on them in total, the workers, and the waiting rows.
 
-        Returns:
-            Computed rows, the seconds that workers spent on them (summed over workers), the number of workers, and the
-            number of waiting rows.
+        Callable from any thread.
         """
         rows, compute_s = self.metrics.computed()
         batcher = self._batcher
@@ -211,22 +204,13 @@ class TeacherServer:
         regions: RegionTable | None = None
         if settings.shared_memory:
             peers = PeerCredentials(lambda: self.port)
-            regions = RegionTable(settings.max_regions, settings.max_region_bytes, peers, settings.shared_memory_users)
+            regions = RegionTable(peers, settings.shared_memory_users)
             self._run_task(_sweep(regions))
         if settings.access_log is not None:
             self._access = AccessLog(settings.access_log, self.model.name, self.model.version)
         clients = ConnectionLimiter(settings)
         inference = self._inference = InferenceServicer(
-            self.model,
-            settings.max_queue_rows,
-            lifecycle,
-            batcher,
-            regions,
-            clients,
-            self.metrics,
-            self._access,
-            files,
-            settings.max_connection_age_s,
+            settings, self.model, lifecycle, batcher, regions, clients, self.metrics, self._access, files
         )
         # A kubelet's probes send no metadata.
         checks = token_checks(files, open_service="grpc.health.v1.Health" if settings.open_health else "")
@@ -235,14 +219,13 @@ class TeacherServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         await self._tell_health(_NOT_SERVING)
         check_port(settings.host, settings.port)
-        if settings.uds is not None:
-            check_path(settings.uds)
-        self.port = self._bind(self._grpc, authority(settings.host, settings.port))
-        if settings.uds is not None:
-            self._bind(self._grpc, f"unix:{private_path(settings.uds)}")
-            self._own_path = settings.uds, publish_socket(settings.uds)
+        address = authority(settings.host, settings.port)
+        try:
+            self.port = listen(self._grpc, address, files)
+        except RuntimeError as exc:
+            raise SettingsError(f"cannot listen on {address}: {exc}") from exc
         if settings.tensor_channel:
-            inference.channels.listen(settings.host, settings.channel_port, settings.uds)
+            inference.channels.listen(settings.host, settings.channel_port)
         await self._grpc.start()
         if files is not None:
             self._run_task(watch_revocations(files, inference.end_streams))
@@ -282,12 +265,6 @@ class TeacherServer:
         names = ", ".join(material.names) or "no host"
         _log.info("TLS with a certificate for %s, valid until %s", names, material.not_after)
 
-    def _bind(self, server: grpc.aio.Server, address: str) -> int:
-        try:
-            return listen(server, address, self._files)
-        except RuntimeError as exc:
-            raise SettingsError(f"cannot listen on {address}: {exc}") from exc
-
     async def leave(self) -> None:
         """Stop being ready, but keep serving requests, because students may not have noticed yet."""
         if self._lifecycle.state in (ServerState.STARTING, ServerState.READY):
@@ -298,7 +275,7 @@ class TeacherServer:
         """Stop being ready, refuse new requests with UNAVAILABLE, and finish accepted requests.
 
         Args:
-            timeout_s: Seconds to wait for requests in flight; None for `settings.drain_timeout_s`.
+            timeout_s: Seconds to wait for them; None for `settings.drain_timeout_s`.
 
         Returns:
             Whether all accepted requests were finished in time.
@@ -315,14 +292,12 @@ class TeacherServer:
         Args:
             close_within_s: Seconds to wait for the backends to close; the thread of a hanging backend is abandoned.
         """
-        server, batcher, own_path, access = self._grpc, self._batcher, self._own_path, self._access
-        self._grpc = self._batcher = self._own_path = self._access = None
+        server, batcher, access = self._grpc, self._batcher, self._access
+        self._grpc = self._batcher = self._access = None
         self._lifecycle.state = ServerState.STOPPED
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
-        if own_path is not None:
-            withdraw_socket(*own_path)
         if server is not None:
             await self._tell_health(_NOT_SERVING)
             if self._inference is not None:
@@ -384,73 +359,6 @@ def check_port(host: str, port: int) -> None:
             raise SettingsError(f"cannot listen on {host}:{port}: {os.strerror(exc.errno)}; {remedy}") from exc
 
 
-def check_path(path: str) -> None:
-    """Raise if a Unix socket cannot be created. A socket left by a dead server may be replaced."""
-    if Path(path).is_socket():
-        _check_left(path)
-    elif Path(path).exists():
-        raise SettingsError(f"--uds {path!r}: a file that is not a socket exists there already")
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise SettingsError(f"--uds {path!r}: no such folder: {str(folder)!r}")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.bind(private_path(path))
-        except OSError as exc:
-            raise SettingsError(f"--uds {path!r}: no socket can be made there: {exc.strerror or exc}") from exc
-    Path(private_path(path)).unlink()
-
-
-def _check_left(path: str) -> None:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            return
-        except (BlockingIOError, PermissionError):
-            pass  # its backlog is full, or it belongs to another user: in use either way
-        except OSError as exc:
-            raise SettingsError(f"--uds {path!r}: another socket is there: {exc.strerror or exc}") from exc
-    raise SettingsError(f"--uds {path!r}: in use by another server; give another path, or stop that one first")
-
-
-def private_path(path: str) -> str:
-    """Return the path to listen on before `publish_socket`.
-
-    gRPC deletes the path that it listened on when it stops, even if another server's socket is there by then.
-    """
-    return f"{path}.{os.getpid()}"
-
-
-def publish_socket(path: str) -> tuple[int, int]:
-    """Move the socket from `private_path(path)` to `path`.
-
-    Returns:
-        The socket's device and inode, for `withdraw_socket`.
-    """
-    try:
-        Path(private_path(path)).replace(path)
-        return _identity(path)
-    except OSError as exc:
-        raise SettingsError(f"--uds {path!r}: no socket can be made there: {exc.strerror or exc}") from exc
-
-
-def withdraw_socket(path: str, identity: tuple[int, int]) -> None:
-    """Delete a published socket, unless another socket has taken its path.
-
-    Call it while the server still listens on the socket, because a later socket might get the same identity.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if _identity(path) == identity:
-            Path(path).unlink()
-
-
-def _identity(path: str) -> tuple[int, int]:
-    status = os.lstat(path)
-    return status.st_dev, status.st_ino
-
-
 _CLOSE_S = 5.0  # time for backends to release GPU memory after a drain
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -466,7 +374,7 @@ def serve(
 
     At the first signal, the server stops being ready, and `leave` is called while requests are still served. Then new
     requests are refused and accepted ones are finished. All of this takes at most `settings.drain_timeout_s`. A second
-    signal ends the process at once, as it does by default (a shell sees exit code 128 + its number).
+    signal ends the process at once.
 
     Args:
         settings: The server's settings.
@@ -483,16 +391,13 @@ def serve(
         SettingsError: The settings are invalid, or the backends cannot be served.
         Exception: Whatever `Backend.warm_up` or `join` raised.
     """
-    return asyncio.run(_serve(settings, backends, join, leave))
+    return asyncio.run(_serve(TeacherServer(settings, backends), join, leave))
 
 
 async def _serve(
-    settings: ServerSettings,
-    backends: Backend | Sequence[Backend],
-    join: Callable[[TeacherServer], None] | None,
-    leave: Callable[[], None] | None,
+    server: TeacherServer, join: Callable[[TeacherServer], None] | None, leave: Callable[[], None] | None
 ) -> int:
-    server = TeacherServer(settings, backends)
+    settings = server.settings
     signalled = _on_first_signal()
     close_within_s = 0.0
     joined = asyncio.Event()

@@ -16,7 +16,7 @@ _DAY_S = 86_400
 _BOUNDS: dict[str, tuple[float, float]] = {
     "max_message_bytes": (8192, 2**31 - 1),
     **dict.fromkeys(("max_batch_rows", "max_queue_rows", "max_connections", "max_streams"), (1, math.inf)),
-    **dict.fromkeys(("max_regions", "max_region_bytes", *_ROOM), (1, math.inf)),
+    **dict.fromkeys(_ROOM, (1, math.inf)),
     "max_calls": (1, 2**31 - 1),
     "max_delay_s": (0, 60),
     "drain_timeout_s": (0, _DAY_S),
@@ -34,37 +34,31 @@ class ServerSettings:
 
     Attributes:
         model: Name that requests must ask for.
-        host: Address to listen on; "0.0.0.0" or "[::]" for all.
-        port: TCP port, 0 for a free one.
-        uds: Path of a Unix socket to listen on as well; None for none.
+        host, port: Address to listen on, "0.0.0.0" or "[::]" for all; TCP port, 0 for a free one.
         tensor_channel: Take requests of EDL's students over a socket too, which costs a fraction of gRPC.
         channel_port: TCP port of that socket, on `host`; 0 for a free one.
         max_batch_rows: Most rows in one call of the backend. A request with more is computed in parts.
         max_delay_s: Seconds that the first request of a batch waits for others to join it, while the model is idle.
-            With 0 a batch is what gathered while the model was busy.
         max_queue_rows: Rows that may wait. Further requests are refused with UNAVAILABLE and a hint when to retry. A
             single request with more rows is refused with INVALID_ARGUMENT.
         max_queue_bytes: Bytes that waiting requests and their future answers may take. Further requests are refused
             with UNAVAILABLE. A request that is too large only because of its answer waits alone; one that is too large
-            without it is refused with INVALID_ARGUMENT. Tensors in shared memory count only by their names, because the
-            memory is the client's, unless the model checks its inputs and they are copied for that. 0 for 1 GiB, or for
-            twice `max_message_bytes` if that is more.
+            without it is refused with INVALID_ARGUMENT. Tensors in shared memory count only if they are copied. 0 for
+            1 GiB, or for twice `max_message_bytes` if that is more.
         max_message_bytes: Bytes of the largest request.
         max_connections: Clients with open calls. Further clients are refused with RESOURCE_EXHAUSTED, except for checks
             of health and readiness.
-        max_streams: Open streams and tensor channels of all clients together; further ones are refused with
-            RESOURCE_EXHAUSTED.
+        max_streams: Open streams and tensor channels of all clients together; further ones are refused likewise.
         max_calls: Open calls of one connection; gRPC makes the client hold back further calls.
-        max_client_bytes: Bytes of one client's unanswered requests and of its answers not sent yet. Requests beyond it
-            are refused with RESOURCE_EXHAUSTED. 0 for the same default as `max_queue_bytes`.
+        max_client_bytes: Bytes of one client's unanswered requests and of its answers not sent yet; further ones are
+            refused likewise. 0 for the same default as `max_queue_bytes`.
         check_nan: Answer with INTERNAL instead of NaN.
         shared_memory: Let clients on this host pass tensors through system shared memory.
         shared_memory_users: Ids of users whose shared memory is accepted, in addition to the server's own user. It is
             copied, because they could otherwise crash the server by truncating it.
-        max_regions, max_region_bytes: Largest number of registered regions, and their largest total size.
         drain_timeout_s: Seconds that SIGTERM waits for requests in flight.
-        metrics_port: Port for Prometheus metrics, `/livez` and `/readyz` over HTTP (0 for a free one); None for none.
-        metrics_host: Address to serve them on.
+        metrics_host, metrics_port: Address and port (0 for a free one) for Prometheus metrics, `/livez` and `/readyz`
+            over HTTP; None for no port.
         credentials: Certificate, key and tokens. With a `ca`, only clients with a certificate from this CA are served
             (mutual TLS). Files are read again when they change.
         open_health: Let clients use the health service without a token.
@@ -83,7 +77,6 @@ class ServerSettings:
     model: str
     host: str = "127.0.0.1"
     port: int = 0
-    uds: str | None = None
     tensor_channel: bool = True
     channel_port: int = 0
     max_batch_rows: int = 64
@@ -98,8 +91,6 @@ class ServerSettings:
     check_nan: bool = True
     shared_memory: bool = True
     shared_memory_users: tuple[int, ...] = ()
-    max_regions: int = 256
-    max_region_bytes: int = 16 << 30
     drain_timeout_s: float = 30.0
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"

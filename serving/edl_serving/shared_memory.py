@@ -1,17 +1,15 @@
 """KServe v2's system shared memory extension: registered regions, and the users and connections they belong to.
 
-A client creates a POSIX shared memory object, registers it, and then gives in its requests the place of each tensor in
-it. The server opens the object with its own rights, so it must not do for a client what the client may not do itself:
-it accepts an object only from its owner, and each user has a separate namespace of regions. If a client of a user names
-no region, it means those that its own connection or a closed one registered. gRPC reports only a peer's address; the
+The server opens a client's object with its own rights, so it must not do for a client what that may not do itself: it
+accepts an object only from its owner, and each user has a separate namespace of regions. If a client of a user names no
+region, it means those that its own connection or a closed one registered. gRPC reports only a peer's address; the
 kernel knows the user of a loopback connection (`/proc/net/tcp`, proc(5)).
 
 An object of the server's own user that no other user may write is mapped, so inputs are read without a copy. When a
 mapped file is truncated, reading beyond its end kills the process with SIGBUS. So objects that other users can truncate
 are copied with `preadv` instead. The server's own user could truncate an object too, but could as well kill the server;
-each request checks that the object is still large enough, which leaves only the time of one computation. Outputs are
-written with `pwrite`. `multiprocessing.shared_memory` is not used because its resource tracker would delete the
-clients' objects.
+each request checks that the object is still large enough, which leaves only the time of one computation.
+`multiprocessing.shared_memory` is not used because its resource tracker would delete the clients' objects.
 """
 
 from __future__ import annotations
@@ -49,10 +47,8 @@ class SharedMemoryRegion:
 
     Attributes:
         key: Name of the object.
-        offset: Start of the region in the object, in bytes.
         mapped: The mapped bytes; None if they must be copied.
         identity: Device and inode of the object.
-        peer: The connection that registered it, as gRPC names it.
     """
 
     name: str
@@ -193,7 +189,9 @@ def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
 class RegionTable:
     """The registered regions by user and name, for the server's own user and `users`. Used on the event loop."""
 
-    def __init__(self, max_regions: int, max_bytes: int, peers: PeerCredentials, users: Collection[int] = ()) -> None:
+    def __init__(
+        self, peers: PeerCredentials, users: Collection[int] = (), max_regions: int = 256, max_bytes: int = 16 << 30
+    ) -> None:
         self._max_regions = max_regions
         self._max_bytes = max_bytes
         self.peers = peers
@@ -205,7 +203,8 @@ class RegionTable:
 
     @property
     def nbytes(self) -> int:
-        return sum(region.nbytes for regions in self._by_user.values() for region in regions.values())
+        # Copies of the views, since metrics are read in other threads.
+        return sum(region.nbytes for regions in list(self._by_user.values()) for region in list(regions.values()))
 
     def regions_of_client(self, peer: str) -> ClientRegions | None:
         """Return the regions of a client on this host; None for a client on another host."""
@@ -221,7 +220,6 @@ class RegionTable:
                 del regions[name]
 
     def check_capacity(self, nbytes: int) -> None:
-        """Refuse another region if the table is full."""
         if len(self) >= self._max_regions or self.nbytes + nbytes > self._max_bytes:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -238,9 +236,6 @@ class ClientRegions:
         self._peer = peer
         self._user = -1
         self._regions_by_name: dict[str, SharedMemoryRegion] | None = None
-
-    def __len__(self) -> int:
-        return len(self._own())
 
     def __getitem__(self, name: str) -> SharedMemoryRegion:
         """Return a region by name."""
@@ -320,8 +315,6 @@ _FRESH_S = 1.0
 @functools.lru_cache(maxsize=1024)
 def is_local(peer: str) -> bool:
     """Return whether a peer is on this host."""
-    if _is_unix(peer):
-        return True
     address = _parsed(peer)
     return address is not None and address[0].is_loopback
 
@@ -335,12 +328,7 @@ class PeerCredentials:
         self._read_at = -_FRESH_S
 
     def user_of(self, peer: str) -> int | None:
-        """Return the user id of a local peer; None if it is unknown.
-
-        The file permissions of a Unix socket decide who may connect, so its clients count as the server's own user.
-        """
-        if _is_unix(peer):
-            return os.geteuid()
+        """Return the user id of a local peer; None if it is unknown."""
         address = _parsed(peer)
         if address is None:
             return None
@@ -350,7 +338,7 @@ class PeerCredentials:
         return None if user == _NOBODY else user
 
     def is_connected(self, peer: str) -> bool:
-        """Return whether a connection still exists; always True for Unix sockets, whose clients have no names."""
+        """Return whether a connection still exists."""
         return self.user_of(peer) is not None
 
     def _read(self) -> None:
@@ -369,10 +357,6 @@ class PeerCredentials:
             address = _from_table(client)
             if self._users.setdefault(address, user) != user:
                 self._users[address] = _NOBODY
-
-
-def _is_unix(peer: str) -> bool:
-    return peer.startswith(("unix:", "unix-abstract:"))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -34,7 +34,6 @@ from edl.protocol.frames import (
     body_parts,
     receive_exactly,
     split_body,
-    unix_path,
 )
 from edl.protocol.transport import grpc
 
@@ -228,11 +227,9 @@ async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> 
         offer = await calls.open_channel(ids.traceparent, deadline)
         port, token, proof = int(offer["port"]), bytes.fromhex(offer["token"]), bytes.fromhex(offer["proof"])
         shake_hands = functools.partial(_shake_hands, opened, token, proof, bytes.fromhex(offer["certificate"]))
-        path = calls.endpoint.removeprefix("unix:").removeprefix("//") if calls.endpoint.startswith("unix:") else ""
-        where = unix_path(path) if path else f"port {port}"
+        where = f"port {port}"
         host = calls.endpoint.rpartition(":")[0].strip("[]")
-        work = shake_hands(socket.AF_UNIX, where) if path else _connect(host, port, shake_hands)
-        sock = await wait_within(work, deadline - time.monotonic())
+        sock = await wait_within(_connect(host, port, shake_hands), deadline - time.monotonic())
         channel = TensorChannel(sock, calls, ids)
         opened.pop()  # does not close the last one, which is used
     except (OSError, asyncio.TimeoutError, ValueError, TypeError, KeyError, ProtocolError) as exc:

@@ -1,12 +1,8 @@
 """Models that the teacher server can serve: their loaders, found by name and imported when used.
 
-Each module turns one family of models into a `Backend`: `callable` serves Python functions over numpy arrays, `torch`
-PyTorch models in three formats, `paddle` PaddlePaddle inference models, and `hf` models of transformers. All but `hf`,
-whose inputs are token ids, pass one conformance suite. `model_version` computes the version of a model that is built by
-Python code.
-
-A backend takes arrays and returns arrays; batching, requests and sockets are handled elsewhere. To serve another family
-of models, write a `--factory` that returns your own `Backend`; nothing here needs to change.
+Each module turns one family of models into a `Backend`. All but `hf`, whose inputs are token ids, pass one conformance
+suite. To serve another family of models, write a `--factory` that returns your own `Backend`; nothing here needs to
+change.
 """
 
 from __future__ import annotations

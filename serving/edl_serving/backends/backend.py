@@ -3,9 +3,6 @@
 Inputs are views of memory that does not belong to the model. numpy refuses to write to an array that is flagged
 read-only. torch and native code ignore the flag, and writing to read-only shared memory kills the process with SIGSEGV.
 So the warm-up checks on writable memory whether a model writes to its inputs, before any student is served.
-
-The names, types and shapes of a user's model come from text, from files, from a sample batch, or from calling the model
-(`DescribedBackend`).
 """
 
 from __future__ import annotations
@@ -120,12 +117,17 @@ class TopKArrays(NamedTuple):
     tail: Array
 
 
+class UnnamedVersion(str):
+    """The version of a backend that does not define its own."""
+
+    __slots__ = ()
+
+
 class Backend(abc.ABC):
     """An instance of a model.
 
     The server calls `warm_up`, `predict` and `close` one at a time from a single worker thread; the constructor runs in
-    the caller's thread. The properties must be available after construction and must not change. A subclass may define
-    plain attributes instead.
+    the caller's thread. The attributes and properties must be available after construction and must not change.
     """
 
     @property
@@ -138,35 +140,39 @@ class Backend(abc.ABC):
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The outputs of `predict`."""
 
-    version_if_unnamed = "1"
-    """`version` of a backend that does not define its own. `edl serve --factory` stores a hash here."""
+    version: str = UnnamedVersion("1")
+    """The version of the weights. Students key their label caches by it, so it must differ between models.
 
-    writes_inputs = False
+    `edl serve --factory` sets a hash if the backend defines no version."""
+
+    platform: str = "python"
+    """The platform that `ModelMetadata` reports."""
+
+    writes_inputs: bool = False
     """Whether `predict` changes its input arrays, in which case it gets copies. `warm_up` detects this."""
 
-    @property
-    def version(self) -> str:
-        """The version of the weights. Students key their label caches by it, so it must differ between models."""
-        return self.version_if_unnamed
+    inline: bool = False
+    """Whether `predict` takes only microseconds (a look-up, say), so that the server calls it on its event loop.
 
-    @property
-    def names_its_version(self) -> bool:
-        """Whether the backend itself defines `version`."""
-        return type(self).version is not Backend.version
+    This saves the switch to a worker thread and back. But all other work, such as health checks and other requests,
+    waits for the call, and requests are not batched, so a real model must not set it."""
 
-    @property
-    def platform(self) -> str:
-        """The platform that `ModelMetadata` reports."""
-        return "python"
+    max_top_k: int | None = None
+    """The largest k that `predict_top_k` accepts; None for a model that has only `predict`."""
 
-    @property
-    def inline(self) -> bool:
-        """Whether `predict` takes only microseconds (a look-up, say), so that the server calls it on its event loop.
+    sequence_input: str | None = None
+    """The INT32 input of shape () that is 0 in the first row of a sequence and rises by 1 from row to row.
 
-        This saves the switch to a worker thread and back. But all other work, such as health checks and other requests,
-        waits for the call, and requests are not batched, so a real model must not set it.
-        """
-        return False
+    Batches then hold whole sequences. None if rows are independent of one another."""
+
+    max_sequence: int | None = None
+    """The largest number of rows in a sequence; None for as many as fit in a batch."""
+
+    optional_outputs: Mapping[str, str] = {}
+    """Optional outputs, each with the name of the optional input that a request must send to get it."""
+
+    instance_meta: Mapping[str, str] = {}
+    """Metadata to publish in discovery in addition to the server's own."""
 
     @abc.abstractmethod
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -186,11 +192,6 @@ class Backend(abc.ABC):
         Raises:
             Exception: Anything. The students of this batch get its type and message, and the server keeps running.
         """
-
-    @property
-    def max_top_k(self) -> int | None:
-        """The largest k that `predict_top_k` accepts; None for a model that has only `predict`."""
-        return None
 
     @property
     def top_k_outputs(self) -> frozenset[str]:
@@ -216,29 +217,6 @@ class Backend(abc.ABC):
             Exception: Anything, as for `predict`.
         """
         raise NotImplementedError(f"{type(self).__name__} has max_top_k={self.max_top_k} and no predict_top_k")
-
-    @property
-    def sequence_input(self) -> str | None:
-        """The INT32 input of shape () that is 0 in the first row of a sequence and rises by 1 from row to row.
-
-        Batches then hold whole sequences. None if rows are independent of one another.
-        """
-        return None
-
-    @property
-    def max_sequence(self) -> int | None:
-        """The largest number of rows in a sequence; None for as many as fit in a batch."""
-        return None
-
-    @property
-    def optional_outputs(self) -> Mapping[str, str]:
-        """Optional outputs, each with the name of the optional input that a request must send to get it."""
-        return {}
-
-    @property
-    def instance_meta(self) -> Mapping[str, str]:
-        """Metadata to publish in discovery in addition to the server's own."""
-        return {}
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:  # noqa: B027 - most take any
         """Refuse a bad request before it is queued. Called on the server's event loop, so it must take microseconds.
@@ -522,12 +500,7 @@ class DescribedBackend(Backend):
 
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
-    platform: str = ""
     _sample: Mapping[str, Array] | None = None
-
-    def __init__(self, version: str, platform: str) -> None:
-        self._version = version
-        self.platform = platform
 
     def _resolve_specs(
         self,
@@ -552,16 +525,6 @@ class DescribedBackend(Backend):
                 raise SettingsError(f"--sample has {', '.join(sample)}, but no {missing[0]!r}")
             self._sample = {spec.name: cast_to_spec(spec, sample[spec.name]) for spec in self.inputs}
         self.outputs = complete_outputs(outputs, self._run_model, self.inputs, self._sample)
-
-    @property
-    def version(self) -> str:
-        """The version that was given, or else `version_if_unnamed`."""
-        return self._version or self.version_if_unnamed
-
-    @property
-    def names_its_version(self) -> bool:
-        """Whether a version was given."""
-        return bool(self._version)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Call the model, and return its outputs cast to their specs."""

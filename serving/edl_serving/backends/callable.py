@@ -24,17 +24,13 @@ import numpy as np
 
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array, array_of
-from edl_serving.backends.backend import Backend, DescribedBackend, TensorSpec, read_sample
+from edl_serving.backends.backend import Backend, DescribedBackend, TensorSpec, UnnamedVersion, read_sample
 from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource, import_target, module_of
 
 
 class CallableBackend(DescribedBackend):
     """A function over numpy arrays; the module's docstring describes the function."""
-
-    inline: bool = False
-    sequence_input: str | None = None
-    max_sequence: int | None = None
 
     def __init__(
         self,
@@ -50,8 +46,8 @@ class CallableBackend(DescribedBackend):
                 f"a model must be callable; this is a {type(function).__qualname__}: name a function or an instance "
                 "with __call__, or with --factory a function that returns one"
             )
-        super().__init__(version or _own_version(function), "python")
         self._function = function
+        self.version = version or _own_version(function) or self.version
         self.writes_inputs = bool(getattr(function, "writes_inputs", False))
         self.inline = bool(getattr(function, "inline", False))
         self.sequence_input = getattr(function, "sequence_input", None)
@@ -99,7 +95,7 @@ def from_function(source: ModelSource) -> Backend:
 
 
 def from_factory(source: ModelSource) -> Backend:
-    """Load `--factory`, a callable that takes the options and returns the function or a `Backend`."""
+    """Load `--factory`, which takes the options and returns the function or a `Backend`."""
     factory = import_target(source.target, "--factory")
     if not callable(factory):
         raise SettingsError(f"--factory {source.target!r}: {type(factory).__name__} cannot be called")
@@ -109,11 +105,10 @@ def from_factory(source: ModelSource) -> Backend:
     for name, given in (("input", source.inputs), ("output", source.outputs), ("sample", source.sample)):
         if given:
             raise SettingsError(f"--{name} does not apply to a factory that returns a Backend")
-    if built.names_its_version:
-        if source.version:
-            raise SettingsError("--model-version does not apply to a factory that returns a Backend with a version")
-    else:
-        built.version_if_unnamed = source.version or compute_version(source, module_of(source.target), built)
+    if isinstance(built.version, UnnamedVersion):
+        built.version = source.version or compute_version(source, module_of(source.target), built)
+    elif source.version:
+        raise SettingsError("--model-version does not apply to a factory that returns a Backend with a version")
     return built
 
 
@@ -128,11 +123,10 @@ def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) ->
 
 
 def _backend(source: ModelSource, function: Any) -> Backend:
-    named = source.version or _own_version(function)
-    computed = named or compute_version(source, module_of(source.target), function)
+    version = source.version or _own_version(function) or compute_version(source, module_of(source.target), function)
     sample = read_sample(source.sample) if source.sample else None
-    backend = CallableBackend(function, source.inputs, source.outputs, sample=sample, version=named)
-    backend.version_if_unnamed = computed
+    backend = CallableBackend(function, source.inputs, source.outputs, sample=sample)
+    backend.version = version
     return backend
 
 

@@ -1,19 +1,10 @@
 """Computes the version of a model that Python code builds, if the user names none: a hash of its weights and code.
 
-The hash covers
+docs/teachers.md ("Versions") says what the hash covers. If the version stayed the same after the model had changed,
+students would reuse labels of the old model. So if a model holds anything else (an object, a container that is filled
+later, code without source), its version is unknown until the user sets `--model-version`.
 
-- the weights: parameters, buffers and attributes of a PyTorch module, or values in a function's closure and defaults;
-- the source of the user's modules: the named module and the modules it imports;
-- which functions of that source are used, including the closures and defaults of methods and functions;
-- the arrays, numbers and text in the globals of those modules.
-
-If the version stayed the same after the model had changed, students would reuse labels of the old model. So if a model
-holds anything else (an object, a container that is filled later, code without source), its version is unknown until you
-set `--model-version`. The hash cannot see files and environment variables that a function reads when it is called, nor
-the versions of installed libraries; set `--model-version` for these too.
-
-`UserModules` finds the modules and `ContentHash` hashes values. A model that is a file is versioned by the hash of the
-file instead (`source.digest`).
+`UserModules` finds the modules and `ContentHash` hashes values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Serves PaddlePaddle inference models, as written by `paddle.jit.save` or `paddle.static.save_inference_model`.
 
-The files give the names, types and shapes of the inputs. Outputs have names that the export generated (`fetch_name_0`);
-`--output logits` renames them by position.
+Outputs have names that the export generated (`fetch_name_0`); `--output logits` renames them by position.
 """
 
 from __future__ import annotations
@@ -38,9 +37,11 @@ _FILES = (".json", ".pdmodel")
 class PaddleBackend(DescribedBackend):
     """An inference model of PaddlePaddle, run by a `paddle.inference` predictor."""
 
+    platform: str = "paddle"
+
     def __init__(self, source: ModelSource) -> None:
         program, weights = model_files(source.target)
-        super().__init__(source.version or digest([program, weights, source.settings()]), "paddle")
+        self.version = source.version or digest([program, weights, source.settings()])
         sample = read_sample(source.sample) if source.sample else None
         self._predictor: Any = paddle.inference.create_predictor(_config(program, weights, source))
         self._input_names: list[str] = self._predictor.get_input_names()

@@ -61,14 +61,9 @@ class ModelSource:
     packing: bool = False
 
     @property
-    def module(self) -> str:
-        """The module or file of a target `module:name`."""
-        return self.target.rpartition(":")[0]
-
-    @property
     def package(self) -> str:
-        """The top package of `module`, or a file's name without its suffix."""
-        return top_name(self.module)
+        """The top package of a target `module:name`, or a file's name without its suffix."""
+        return top_name(self.target.rpartition(":")[0])
 
     def settings(self) -> bytes:
         """Return the settings that change a model's outputs without being in its weights; part of its version.

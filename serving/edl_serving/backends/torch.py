@@ -204,6 +204,8 @@ class TorchBackend(DescribedBackend):
     The model must be on the device and in evaluation mode. `rows` gives the batch sizes that it accepts.
     """
 
+    platform: str = "pytorch"
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -214,11 +216,8 @@ class TorchBackend(DescribedBackend):
         device: str | None = None,
         autocast: str | None = None,
         normalize: str | None = None,
-        version: str = "",
-        platform: str = "pytorch",
         rows: BatchSizeRange | None = None,
     ) -> None:
-        super().__init__(version, platform)
         if autocast is not None and autocast not in _AUTOCAST:
             raise SettingsError(f"--autocast {autocast!r}: expected one of {', '.join(_AUTOCAST)}")
         self._model = model
@@ -281,11 +280,8 @@ def from_factory(source: ModelSource) -> Backend:
         raise SettingsError(f"--torch-factory {source.target!r} returned {type(built).__name__}, not a torch.nn.Module")
     if source.checkpoint is not None:
         load_state(built, existing_file(source.checkpoint, "--checkpoint"))
-    computed = source.version or compute_version(source, module_of(source.target), built)
-    device = device_of(source.device)
-    backend = _backend(source, built.eval().requires_grad_(False).to(device), source.version or "")
-    backend.version_if_unnamed = computed
-    return backend
+    version = source.version or compute_version(source, module_of(source.target), built)
+    return _backend(source, built.eval().requires_grad_(False).to(device_of(source.device)), version)
 
 
 def from_torchscript(source: ModelSource) -> Backend:
@@ -335,16 +331,16 @@ def _backend(
 ) -> TorchBackend:
     if source.threads is not None:
         torch.set_num_threads(source.threads)
-    return TorchBackend(
+    backend = TorchBackend(
         model,
         **{"inputs": source.inputs, "outputs": source.outputs, **specs},
         sample=read_sample(source.sample) if source.sample else None,
         device=source.device,
         autocast=source.autocast,
         normalize=source.normalize,
-        version=version,
-        platform=platform,
     )
+    backend.version, backend.platform = version, platform
+    return backend
 
 
 def _parameters(model: Callable[..., Any]) -> set[str]:

@@ -27,40 +27,25 @@ Shapes: TypeAlias = tuple[Hashable, ...]
 
 @dataclass(eq=False)
 class InferenceJob:
-    """A request being processed by the server.
-
-    Attributes:
-        shapes: Jobs with equal shapes can share a batch.
-        arrived: When the request arrived, in seconds on a monotonic clock.
-        deadline: When the client stops waiting, on the same clock.
-        reply: Future of a queued job; it is done once `answer` is set.
-        join: Makes the response of its header and tensors.
-        nbytes: Bytes of the message, of the Python objects made from it, and of the answer.
-        answer_nbytes: Bytes of the answer alone.
-        done: Number of rows computed so far, for a job with more rows than a batch holds.
-        partial: Outputs of these rows.
-        started: When the computation began; 0 until then.
-        ended: When the computation ended; 0 until then.
-        answer: The response's bytes, or the error; None until computed.
-    """
+    """A request being processed by the server. Times are of the monotonic clock."""
 
     request: DecodedRequest
     rows: int
     shapes: Shapes
     arrived: float
-    deadline: float
-    reply: Any = None
+    deadline: float  # when the client stops waiting
+    reply: Any = None  # future of a queued job; it is done once `answer` is set
     cancelled: bool = False
     join: Join = codec.RESPONSE.join
     client: str = ""
-    nbytes: int = 0
+    nbytes: int = 0  # of the message, of the Python objects made from it, and of the answer
     answer_nbytes: int = 0
-    done: int = 0
-    partial: Any = None
-    started: float = 0.0
+    done: int = 0  # rows computed so far, for a job with more rows than a batch holds
+    partial: Any = None  # outputs of these rows
+    started: float = 0.0  # when the computation began and ended; 0 until then
     ended: float = 0.0
     id: str = ""
-    answer: bytes | RequestError | None = None
+    answer: bytes | RequestError | None = None  # the response's bytes, or the error; None until computed
 
     @property
     def origin(self) -> str:
@@ -137,10 +122,9 @@ class _Backlog:
 class BatchQueue:
     """Jobs by client, grouped by the shapes that can share a batch.
 
-    A batch holds at most `max_batch_rows` rows. A job with more rows is a batch by itself: it is computed in parts, and
-    requeued after each part (`requeue_job`). Jobs of one client and shape never overtake each other. The next batch has
-    the shape of the client whose turn it is; if that client has jobs of several shapes, the one that has waited
-    longest.
+    A job with more than `max_batch_rows` rows is a batch by itself: it is computed in parts, and requeued after each
+    part (`requeue_job`). Jobs of one client and shape never overtake each other. The next batch has the shape of the
+    client whose turn it is; if that client has jobs of several shapes, the one that has waited longest.
 
     If a job does not fit, the latest jobs of the client with the largest share of the queue are evicted, as
     long as that client keeps at least as much as the new job's client gets. So a single client may use the whole queue,

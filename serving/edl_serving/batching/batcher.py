@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from edl.protocol.tensors import Array
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Backend
 from edl_serving.batching.batch_queue import BatchQueue, InferenceJob
-from edl_serving.batching.executor import Executor, exit_if_forked
+from edl_serving.batching.executor import Executor
 from edl_serving.model import ServedModel
 from edl_serving.monitoring import Metrics
 from edl_serving.request import DecodedRequest
@@ -36,11 +35,7 @@ class Worker:
     """Warms a backend up, computes batches until the batcher closes, and closes it, all in one thread.
 
     Some models must be warmed up, called and closed in a single thread. It is a daemon thread, so that a hanging model
-    does not keep the process alive.
-
-    Attributes:
-        warm: Future that is done once the backend is warmed up; it raises what the warm-up raised.
-        closed: Future that is done once the backend is closed; None before `start`.
+    does not keep the process alive. The futures `warm` and `closed` are done once that has happened to the backend.
     """
 
     def __init__(self, batcher: Batcher, executor: Executor) -> None:
@@ -67,14 +62,9 @@ class Worker:
             _log.error("closing the backend raised %s: %s", type(exc).__name__, exc, exc_info=exc)
 
     def _warm_up(self) -> bool:
-        pid = os.getpid()
         self._metrics.computing_since_s = time.monotonic()
         try:
-            try:
-                self._executor.backend.warm_up(self._batcher.max_batch_rows)
-            finally:
-                self._metrics.computing_since_s = None
-                exit_if_forked(pid)
+            self._executor.backend.warm_up(self._batcher.max_batch_rows)
         except BaseException as exc:  # noqa: BLE001 - raised again where the server is started
             failure: BaseException = exc
             # A model's SystemExit means that starting failed, and asyncio futures cannot hold a StopIteration.
@@ -83,6 +73,8 @@ class Worker:
                 failure.__cause__ = exc
             self.warm.set_exception(failure)
             return False
+        finally:
+            self._metrics.computing_since_s = None
         self.warm.set_result(None)
         return True
 
@@ -133,10 +125,6 @@ class Batcher:
         self._workers = [Worker(self, executor) for executor in self._executors]
         self._inline = all(backend.inline for backend in backends)
         self._warned = False
-
-    @property
-    def computed_rows(self) -> int:
-        return sum(executor.metrics.rows for executor in self._executors)
 
     async def warm_up(self) -> None:
         for worker in self._workers:
@@ -211,7 +199,7 @@ class Batcher:
 
     def _estimate_ms(self, rows: int) -> int:
         """Estimate how long the model needs for these rows, from its average speed so far."""
-        done = self.computed_rows
+        done = sum(executor.metrics.rows for executor in self._executors)
         if done == 0:
             return _FIRST_HINT_MS
         busy_s = sum(executor.metrics.compute_s.sum for executor in self._executors) / len(self._executors)
@@ -276,7 +264,6 @@ def _stopping_error() -> RequestError:
     return RequestError(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
 
-_LOOKS = 20  # checks within the canary's timeout; a check is cheap, and progress is noticed soon
 _NAME = "canary"  # its name as a client; it takes turns with the other clients
 
 
@@ -327,20 +314,9 @@ class Canary:
         except asyncio.TimeoutError:
             return f"no answer within {self._timeout_s:g} s"
         except RequestError as error:
-            if error.reason == "queue":
-                return await self._stuck()
             if error.code is grpc.StatusCode.UNAVAILABLE:
                 return None
             if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return f"no answer within {self._timeout_s:g} s"
             return error.message
         return ""
-
-    async def _stuck(self) -> str | None:
-        """While the queue is full, return a fault if no row is computed within the timeout; None once one is."""
-        before = self._batcher.computed_rows
-        for _ in range(_LOOKS):
-            await asyncio.sleep(self._timeout_s / _LOOKS)
-            if self._batcher.computed_rows != before:
-                return None
-        return f"the queue is full, and nothing was computed within {self._timeout_s:g} s"

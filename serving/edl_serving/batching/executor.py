@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -47,20 +44,18 @@ class Executor:
         self.metrics = metrics
         self._buffers = [np.empty(0, np.uint8) for _ in model.inputs]
         self._throttle = LogThrottle(_log)
-        self._pid = os.getpid()
 
     def run_jobs(self, jobs: Sequence[InferenceJob]) -> None:
         """Set the answers of all jobs that are not cancelled. Does not raise.
 
-        If the model fails on several requests together, each is computed again alone, so that only the requests at
-        fault get the error.
+        If the model fails on several requests together, each is computed again alone.
         """
         self.run_next_part(jobs)
         while len(jobs) == 1 and jobs[0].unfinished:
             self.run_next_part(jobs)
 
     def run_next_part(self, jobs: Sequence[InferenceJob]) -> None:
-        """Do as `run_jobs`, but compute only the next part of a job that is larger than a batch (`job.unfinished`)."""
+        """Do as `run_jobs`, but compute only the next part of a job that is larger than a batch."""
         jobs = [job for job in jobs if not job.cancelled]
         if not jobs:
             return
@@ -189,9 +184,7 @@ class Executor:
                 outputs = self.backend.predict(inputs)
             else:
                 outputs = self.backend.predict_top_k(inputs, k, plan.options.temperature)
-            exit_if_forked(self._pid)
         except BaseException as exc:
-            exit_if_forked(self._pid)
             if isinstance(exc, RequestError):
                 raise
             raise ModelFault("exception", f"raised {type(exc).__name__}: {clip(str(exc), 500)}") from exc
@@ -267,21 +260,6 @@ def _check_output(spec: TensorSpec, output: object, rows: int) -> Array:
     ):
         raise ModelFault("output", f"output {spec.name!r} has shape {list(output.shape)}, not {list(wanted)}")
     return output
-
-
-def exit_if_forked(pid: int) -> None:
-    """End this process at once if the model forked it and the child returned from the model's code.
-
-    The child has the server's sockets but none of its other threads. It would go on as a worker that nothing stops, and
-    its exit handlers would tear down the parent's resources.
-    """
-    if os.getpid() == pid:
-        return
-    exc = sys.exc_info()[1]
-    code = exc.code if isinstance(exc, SystemExit) else 1
-    if exc is not None and not isinstance(exc, SystemExit):
-        os.write(2, "".join(traceback.format_exception(exc)).encode(errors="replace"))
-    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 _EVERY_S = 10.0  # at most 9,000 lines a day, but often enough to see that the fault persists

@@ -1,8 +1,4 @@
-"""The backend that asks an engine for labels, and the check of the engine's health.
-
-Each sequence is one HTTP request, and all sequences of a batch are asked concurrently. A thread of its own checks the
-engine's health.
-"""
+"""The backend that asks an engine for labels, and the check of the engine's health, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -41,8 +37,7 @@ class EngineHealth:
     """Checks an engine's health, and whether it still serves the same model as at the start.
 
     An engine that comes back may have been restarted with other settings. So it is probed with a short prompt, as is an
-    engine that refuses a request for a reason that suggests other settings. `fault` says why the engine cannot be used;
-    it is empty if it can.
+    engine that refuses a request for a reason that suggests other settings. `fault` is empty if it can be used.
     """
 
     def __init__(
@@ -163,12 +158,7 @@ class GatewayBackend(Backend):
     )
     optional_outputs: Mapping[str, str] = {names.TARGET_LOGPROBS: names.TARGETS}
     top_k_outputs: frozenset[str] = frozenset({names.LOGPROBS})
-    sequence_input: str = names.POSITION
-    version: str = ""
-    platform: str = ""
-    max_top_k: int = 0
-    max_sequence: int = 0
-    instance_meta: Mapping[str, str] = {}
+    sequence_input: str | None = names.POSITION
 
     def __init__(self, health: EngineHealth, version: str, meta: Mapping[str, str] | None = None) -> None:
         self.version = version
@@ -212,12 +202,12 @@ class GatewayBackend(Backend):
 
     def sample(self, rows: int) -> Mapping[str, Array]:
         """Return sequences of token 0, which every vocabulary has."""
-        position = np.arange(rows, dtype=np.int32) % self.max_sequence
+        position = np.arange(rows, dtype=np.int32) % self._health.facts.max_sequence
         return {names.IDS: np.zeros(rows, np.int32), names.POSITION: position}
 
     def warm_up(self, max_rows: int) -> None:
         """Ask about a single token. The engine warms itself up, or other clients have done so."""
-        self.predict_top_k(self.sample(1), self.max_top_k, _TEMPERATURE)
+        self.predict_top_k(self.sample(1), self._health.k, _TEMPERATURE)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Raise NotImplementedError, because an engine returns only the largest values."""

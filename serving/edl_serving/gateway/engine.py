@@ -103,8 +103,6 @@ class EngineRefusal(Exception):
             return RequestError(
                 grpc.StatusCode.UNAVAILABLE, words, max(1, min(_LONGEST_HINT_MS, hint_ms)), "engine-full"
             )
-        if self.status in (401, 403, 404):  # it worked at the start, so the engine or its key has changed
-            return RequestError(grpc.StatusCode.UNAVAILABLE, words, reason="engine-changed")
         return RequestError(grpc.StatusCode.INTERNAL, words, reason="engine-failed")
 
 
@@ -113,10 +111,8 @@ class EngineAccess:
     """How to reach an engine.
 
     Attributes:
-        address: The engine's address.
         ca: Path of a PEM file with the CAs that verify its certificate; "" or "system" for the system's CAs.
-        token_file: Path of a file whose first token is sent as a bearer token; "" for none. It is read for each
-            request.
+        token_file: Path of a file whose first token is sent with each request as a bearer token; "" for none.
         timeout_s: Seconds to wait for an answer.
     """
 
@@ -170,23 +166,22 @@ class EngineConnection:
     async def post(self, path: str, body: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
         """Send a POST request, and repeat it once if the connection breaks, which is safe because answers are the same.
 
-        Raises `EngineRefusal`, or `RequestError`: UNAVAILABLE without a connection, DEADLINE_EXCEEDED on a timeout, and
-        INTERNAL if the answer is too long or not a JSON object.
+        Raises `EngineRefusal` or `RequestError`.
         """
         data = json.dumps(body, separators=(",", ":")).encode()
         try:
-            answer = await asyncio.wait_for(self._ask_again("POST", path, data, limit), self._engine.timeout_s)
+            answer = await asyncio.wait_for(self._post_again(path, data, limit), self._engine.timeout_s)
         except asyncio.TimeoutError:
             raise self._late_error(self._engine.timeout_s) from None
         if not isinstance(answer, dict):
             raise RequestError(grpc.StatusCode.INTERNAL, f"{self._name} answers {path} with no JSON object")
         return answer
 
-    async def _ask_again(self, method: str, path: str, data: bytes, limit: int) -> Any:
+    async def _post_again(self, path: str, data: bytes, limit: int) -> Any:
         backoff = Backoff(_FIRST_WAIT_S, _LAST_WAIT_S, jitter=0.5)
         while True:
             try:
-                return await self._ask(method, path, data, self._engine.timeout_s, limit)
+                return await self._ask("POST", path, data, self._engine.timeout_s, limit)
             except RequestError as error:
                 if error.reason != "engine-lost" or backoff.failures + 1 >= _ATTEMPTS:
                     raise
@@ -291,12 +286,9 @@ _MOST_K = re.compile(r"max(?:imum)? allowed:? (\d+)")
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """An engine's answer to a prompt of three tokens.
+    """An engine's answer to a prompt of three tokens; empty texts for what it does not name.
 
-    Attributes:
-        weight_version: The engine's tag for its weights; empty if it has none.
-        values: The largest log-probability of each position, and those of the prompt's tokens.
-        model: The model that the answer names; empty if it names none.
+    `values` are the largest log-probability of each position, and those of the prompt's tokens.
     """
 
     weight_version: str
@@ -318,12 +310,9 @@ class EngineFacts:
     """An engine's endpoint, model and limits, as found at the start.
 
     Attributes:
-        endpoint: The endpoint that scores prompts.
-        model: The engine's name for the model.
         root: Where the engine loaded the model from; empty if it does not say.
         max_sequence: Length of the longest sequence of a student, in tokens.
         max_model_len: The engine's own limit in tokens, which must be the same when it comes back.
-        probe: The engine's answer to the probe at the start.
     """
 
     endpoint: ScoringEndpoint

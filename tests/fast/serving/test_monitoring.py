@@ -312,22 +312,3 @@ def test_signal_while_warming_up() -> None:
     assert serve(SETTINGS, model, join=joined.append) == 0
     model.ended.set()
     assert not joined
-
-
-def test_a_unix_socket_is_served_and_removed(inside: StartInside, connect: Connect, tmp_path: Path) -> None:
-    path = tmp_path / "edl.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))  # as a teacher that was killed leaves it
-    server = inside(Base(), uds=str(path))
-    assert len(connect(f"unix:{path}").infer(X)["logits"]) == 1
-    with pytest.raises(SettingsError, match="in use by another server"):
-        inside(Base(), uds=str(path))
-    assert len(connect(f"unix:{path}").infer(X)["logits"]) == 1
-    server.call(server.server.stop())
-    assert not [*tmp_path.iterdir()]
-    server = inside(Base(), uds=str(path))
-    path.unlink()
-    with socket.socket(socket.AF_UNIX) as another:
-        another.bind(str(path))
-        server.call(server.server.stop())
-        assert path.is_socket(), "that of another server, in its place"

@@ -172,7 +172,6 @@ VALUES = [
     (values.number, ["nan", "0", "-1", "inf"], "expected a number above 0"),
     (values.flag, [True, False], [True, False]),
     (values.flag, ["no", 1], "expected true or false"),
-    (values.seconds, ["2", "5ms"], [2, 0.005]),
     (values.user, ["root", "7", 7], [0, 7, 7]),
     (values.user, ["no such user", -1], "expected a user of this system"),
     (values.log_format, ["json"], ["json"]),
@@ -282,7 +281,7 @@ def test_unservable_backends_are_refused(backends: list[FakeBackend], said: str)
 
 def test_an_unknown_version_is_not_listed() -> None:
     backend = FakeBackend()
-    backend.version_if_unnamed = ""
+    backend.version = ""
     model = model_of(backend)
     assert list(model.metadata().versions) == []
     model.check_request("m", "")

@@ -48,17 +48,6 @@ class Bucket:
     def padded(self) -> bool:
         return not bool(self.valid.all())
 
-    @property
-    def flat_rows(self) -> Array:
-        """The rows of all tokens, in the order of their positions."""
-        rows: Array = self.rows[self.valid]
-        return rows
-
-
-def sequence_starts(position: Array) -> Array:
-    starts: Array = np.flatnonzero(position == 0)
-    return starts
-
 
 def make_buckets(
     starts: Array, rows: int, max_tokens: int, *, padding: bool = True, borders: Sequence[int] = ()
@@ -166,9 +155,7 @@ class TransformersBackend(Backend):
 
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
-    version: str = ""
-    platform: str = "transformers"
-    instance_meta: Mapping[str, str] = {}
+    platform = "transformers"
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.version = loaded.version
@@ -221,8 +208,7 @@ class TokenBackend(TransformersBackend):
     """A model whose rows are tokens, with the inputs `ids` and `position`."""
 
     inputs: tuple[TensorSpec, ...] = (TensorSpec(names.IDS, "INT32"), TensorSpec(names.POSITION, "INT32"))
-    sequence_input: str = names.POSITION
-    max_sequence: int = 0
+    sequence_input: str | None = names.POSITION
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
@@ -237,13 +223,8 @@ class TokenBackend(TransformersBackend):
 
     def warm_up(self, max_rows: int) -> None:
         """Compute one token, then the longest sequences; on a GPU a full batch of them, to reserve the memory."""
-        most = max_rows if self._device.type == "cuda" else min(max_rows, self._loaded.longest, _WARM_UP_TOKENS_CPU)
-        self.writes_inputs = False  # ids are copied to the device
-        for rows in sorted({1, most}):
-            if self.max_top_k is None:
-                self.predict(self.sample(rows))
-            else:
-                self.predict_top_k(self.sample(rows), self.max_top_k, 1.0)
+        on_gpu = self._device.type == "cuda"
+        super().warm_up(max_rows if on_gpu else min(max_rows, self._loaded.longest, _WARM_UP_TOKENS_CPU))
 
 
 _WHOLE_LOGITS_BYTES = 1 << 30
@@ -259,7 +240,6 @@ class LanguageModelBackend(TokenBackend):
 
     inputs: tuple[TensorSpec, ...] = (*TokenBackend.inputs, TensorSpec(names.TARGETS, "INT32", (-1,)))
     optional_outputs: Mapping[str, str] = {names.TARGET_LOGPROBS: names.TARGETS}
-    max_top_k: int = 0
 
     def __init__(self, loaded: LoadedModel, max_top_k: int, *, causal: bool, packing: bool) -> None:
         super().__init__(loaded)
@@ -307,7 +287,7 @@ class LanguageModelBackend(TokenBackend):
         target_values = np.empty(targets.shape, np.float32) if targets is not None else None
         with self._computing():
             for bucket in self._buckets(inputs[names.POSITION]):
-                of_bucket = bucket.flat_rows
+                of_bucket = bucket.rows[bucket.valid]
                 wanted = torch.from_numpy(targets[of_bucket].astype(np.int64)) if targets is not None else None
                 parts = [*self._top_logits(inputs, bucket, k, temperature, wanted)]
                 for array, tensors in zip(found, zip(*[part[:3] for part in parts], strict=True), strict=True):
@@ -320,7 +300,7 @@ class LanguageModelBackend(TokenBackend):
         return answers
 
     def _buckets(self, position: Array) -> list[Bucket]:
-        starts, rows = sequence_starts(position), len(position)
+        starts, rows = np.flatnonzero(position == 0), len(position)
         if self._packing:
             return make_packs(starts, rows, self._borders)
         return make_buckets(starts, rows, self._max_tokens, borders=self._borders)
@@ -368,10 +348,10 @@ class FeatureBackend(TokenBackend):
         ids, position = inputs[names.IDS], inputs[names.POSITION]
         hidden = np.empty((len(ids), self._width), np.float32)
         with self._computing():
-            starts = sequence_starts(position)
+            starts = np.flatnonzero(position == 0)
             for bucket in make_buckets(starts, len(ids), self._loaded.max_tokens, borders=self._borders):
                 states = self._call_padded(self._model, ids, bucket, masked=True)[0].float().cpu().numpy()
-                hidden[bucket.flat_rows] = states[bucket.valid]
+                hidden[bucket.rows[bucket.valid]] = states[bucket.valid]
         return {HIDDEN: hidden}
 
 
@@ -413,12 +393,6 @@ class SequenceClassifierBackend(TransformersBackend):
             np.zeros(1, "<i4").tobytes()
         )  # `np.full` would convert to numpy's strings, which drop trailing zero bytes
         return {names.IDS: texts}
-
-    def warm_up(self, max_rows: int) -> None:
-        """Compute one text of one token, then a batch of them."""
-        self.writes_inputs = False
-        for rows in sorted({1, max_rows}):
-            self.predict(self.sample(rows))
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         texts = inputs[names.IDS]

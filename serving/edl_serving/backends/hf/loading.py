@@ -85,10 +85,6 @@ def _existing_folder(path: str) -> Path:
             f"--hf {str(folder)!r} has no .safetensors file, and other formats may run code when they are loaded: "
             "save it with model.save_pretrained(FOLDER)"
         )
-    try:
-        json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as exc:
-        raise SettingsError(f"--hf {str(folder)!r}: config.json cannot be read: {exc}") from exc
     return folder
 
 
@@ -108,7 +104,7 @@ def _tokenizer_meta(folder: Path) -> dict[str, str]:
 def longest_sequence(folder: Path, model: Any, max_tokens: int) -> int:
     """Return the largest sequence length that configuration, tokenizer and `max_tokens` all allow."""
     limits = [max_tokens]
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = model.config.get_text_config()
     embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     padding = getattr(embeddings, "padding_idx", None)
     taken = padding + 1 if isinstance(padding, int) else 0  # RoBERTa's positions start after the padding id

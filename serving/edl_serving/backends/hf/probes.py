@@ -59,10 +59,7 @@ def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
 
 
 def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) -> bool:
-    """Return whether a sequence's output is the same next to a short one, a long one, and a short one again.
-
-    A few tokens of each suffice, since their positions simulate the lengths.
-    """
+    """Return whether a sequence's output is the same beside a short one, a long one (by positions), and a short one."""
     length = min(end - start, _LENGTH)
     ids = sample_ids(vocabulary, length)
     short = torch.arange(length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from edl.protocol.transport import grpc
 from edl.settings import LoadSettings
 from edl_serving import Array, ServerSettings, TensorSpec
 from edl_serving.batching.batch_queue import InferenceJob
-from edl_serving.batching.batcher import Canary
 from edl_serving.batching.executor import Executor, LogThrottle
 from edl_serving.monitoring import WorkerMetrics
 from edl_serving.registration import ReadyFile, RegistrationSettings, TeacherRegistration
@@ -145,41 +143,6 @@ def test_a_sick_model_is_not_found(
         wait_until(lambda: not server.server.ready)
         registration.start_draining()
         assert server.call(server.server.drain(TIMEOUT_S / 2)), "a sick teacher drains"
-
-
-class Full:
-    """A batcher whose queue is full."""
-
-    def __init__(self, progresses: bool) -> None:
-        self.computed, self.progresses = 0, progresses
-
-    @property
-    def computed_rows(self) -> int:
-        self.computed += self.progresses
-        return self.computed
-
-    async def compute(self, job: object) -> None:
-        raise RequestError(grpc.StatusCode.UNAVAILABLE, "the queue is full", 10, "queue")
-
-
-@pytest.mark.parametrize("progresses", [True, False])
-def test_a_full_queue_hides_no_hang(progresses: bool) -> None:
-    """A queue that is full of others' requests says nothing of the model, unless nothing is computed meanwhile."""
-    changes: list[bool] = []
-
-    async def changed(healthy: bool) -> None:
-        changes.append(healthy)
-
-    async def run() -> None:
-        batcher: Any = Full(progresses)
-        task = asyncio.create_task(Canary(batcher, model_of(FakeBackend()), ROW, 0.0, 0.02, changed).run())
-        while batcher.computed < 50 if progresses else not changes:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
-    assert changes == ([] if progresses else [False])
 
 
 FOREVER = float("inf")

@@ -19,7 +19,7 @@ from edl.errors import SettingsError
 from edl.protocol import names
 from edl_serving import Array
 from edl_serving.backends import open_backends
-from edl_serving.backends.hf.backends import make_buckets, sequence_starts
+from edl_serving.backends.hf.backends import make_buckets
 from edl_serving.backends.source import ModelSource
 from tests.fast.serving.conftest import TIMEOUT_S, Client, Inside, outputs_of, request_bytes
 from tests.fast.serving.fakes import refusal_of
@@ -256,7 +256,7 @@ def test_folders_that_cannot_be_served(checkpoint: Folder, tmp_path: Path) -> No
     with pytest.raises(SettingsError, match=r"trust_remote_code|custom code"):
         load(tmp_path, "causal-lm")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(SettingsError, match=r"config.json cannot be read"):
+    with pytest.raises(SettingsError, match=r"config.json"):
         load(tmp_path, "causal-lm")
 
 
@@ -346,8 +346,8 @@ def test_other_dependence_is_found_out(checkpoint: Folder, monkeypatch: pytest.M
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 2000), st.booleans())
 def test_each_row_is_computed_once(lengths: list[int], max_tokens: int, padding: bool) -> None:
     position = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    buckets = make_buckets(sequence_starts(position), len(position), max_tokens, padding=padding)
-    rows = np.concatenate([bucket.flat_rows for bucket in buckets])
+    buckets = make_buckets(np.flatnonzero(position == 0), len(position), max_tokens, padding=padding)
+    rows = np.concatenate([bucket.rows[bucket.valid] for bucket in buckets])
     np.testing.assert_array_equal(np.sort(rows), np.arange(len(position)))
     for bucket in buckets:
         sequences, length = bucket.valid.shape

@@ -33,7 +33,7 @@ class Cluster:
     def capacity_of(self) -> dict[str, float]:
         return {f"teacher-{n}": self.capacities[n % len(self.capacities)] for n in range(self.teachers)}
 
-    def want_of(self) -> dict[str, int | None]:
+    def want_of(self) -> dict[str, int]:
         return {f"student-{n}": self.wants[n % len(self.wants)] for n in range(self.students)}
 
 
@@ -69,13 +69,12 @@ def measure(options: Options) -> dict[str, list[float]]:
 def play(cluster: Cluster, seed: int) -> Figures:
     """One round; `seed` chooses the teacher that is lost."""
     teachers, students = cluster.capacity_of(), cluster.want_of()
-    most = max(cluster.wants)
-    first, assign_s = _timed(lambda: balance(teachers, students, {}, most))
+    first, assign_s = _timed(lambda: balance(teachers, students, {}))
     grown = {**teachers, _NEW: max(cluster.capacities)}
-    joined, join_s = _timed(lambda: balance(grown, students, first, most))
+    joined, join_s = _timed(lambda: balance(grown, students, first))
     lost = random.Random(seed).choice([teacher for linked in first.values() for teacher in linked])
     rest = {teacher: capacity for teacher, capacity in teachers.items() if teacher != lost}
-    after, loss_s = _timed(lambda: balance(rest, students, first, most))
+    after, loss_s = _timed(lambda: balance(rest, students, first))
     join_moved = _moved(first, joined), _load(joined, _NEW)
     loss_moved = _moved(first, after), _load(first, lost)
     return Figures(assign_s, join_s, loss_s, join_moved, loss_moved)

@@ -2,7 +2,6 @@
 
 Except for the reader's own threads (`edl.distill`), EDL starts threads only in these ways. Both are daemon threads,
 which never keep a process alive.
-What does not belong here: event loops (`asyncio`), thread pools, and the work of a thread.
 """
 
 from __future__ import annotations
@@ -52,11 +51,6 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def closing(self) -> bool:
-        """Whether `close` was called; long steps should check this."""
-        return self._closing
-
     def wake(self) -> None:
         """Call the step now instead of after its wait. Returns immediately."""
         self._woken = True
@@ -66,7 +60,7 @@ class BackgroundLoop:
         """Stop calling the step, and wait for the running call.
 
         Args:
-            timeout_s: how long to wait, in seconds. The loop's own thread, which may close it, does not wait.
+            timeout_s: seconds to wait. The loop's own thread, which may close it, does not wait.
 
         Returns:
             Whether the thread has ended.

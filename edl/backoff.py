@@ -1,8 +1,4 @@
-"""Exponential backoff with jitter, like gRPC's between connection attempts.
-
-What does not belong here: the waiting itself, which an event or a close must be able to cut short, and the choice of
-errors that are worth a retry.
-"""
+"""Exponential backoff with jitter, like gRPC's between connection attempts."""
 
 from __future__ import annotations
 

@@ -14,9 +14,7 @@ def collect_signals() -> Iterator[list[int]]:
     """Collect SIGTERM and SIGINT instead of ending the process; only in the main thread.
 
     A handler that does more, such as setting an event, could deadlock on a lock held by the code that it interrupts.
-
-    Yields:
-        Numbers of the signals received so far, in order; poll this list.
+    Poll the list, which has the numbers of the signals received so far.
     """
     caught: list[int] = []
     before = {

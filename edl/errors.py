@@ -1,31 +1,7 @@
-"""All error classes of EDL, in a tree.
+"""All error classes of EDL.
 
-::
-
-    EDLError
-    ├── SettingsError              a value that the user gave cannot be used (also a ValueError)
-    ├── ClosedError                the object was closed, or inherited through a fork
-    ├── TemporaryError             the same call may succeed later
-    │   ├── DiscoveryError         the registry or store cannot be reached
-    │   ├── KubernetesError        the API server of Kubernetes is unreachable, too slow or overloaded
-    │   ├── QuotaExceededError     a quota of the namespace leaves no room for the object
-    │   ├── JournalError           a file that must survive the process cannot be written or read
-    │   ├── NoMasterError          no master of a job within `timeout_s` (also a TimeoutError)
-    │   ├── NoTeacherError         no live teacher within `teacher_timeout_s` (also a TimeoutError)
-    │   └── OverloadedError        a teacher's queue is full
-    └── PermanentError             the same call will fail again
-        ├── AccessDeniedError      Kubernetes refuses the credentials, or the request for lack of rights
-        ├── ConflictError          another process won a compare-and-set, a lock or a name
-        ├── InvalidObjectError     Kubernetes refuses an object, or has no such kind
-        ├── LeaseLostError         a lease expired before it was renewed
-        ├── PoisonedShardsError    shards of a data set were given up after repeated failures
-        ├── SourceError            the user's data cannot be read, have changed, or cannot be sent
-        ├── RejectedError          teachers refuse the request itself
-        ├── BadOutputError         teachers return unusable outputs
-        └── ProtocolError          bytes or messages that break the wire protocol
-
-Callers usually distinguish only `TemporaryError` and `PermanentError`; the subclasses name the cause.
-Errors of libraries (grpc, sqlite3, requests) are translated where EDL calls the library, with `raise … from`.
+Callers usually distinguish only `TemporaryError` and `PermanentError`; the subclasses name the cause. Errors of
+libraries (grpc, sqlite3, requests) are translated where EDL calls the library, with `raise … from`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Linux ignores signals without a handler in process 1, so a SIGTERM to a program that is still importing is lost, and a
 pod uses its whole grace period to end. And every process whose parent has died becomes a child of process 1: children
 of a killed worker (such as a `DataLoader`'s workers) remain zombies until process 1 waits for them.
-
-A container whose image starts `tini` or another init does not need this, nor does a pod with `shareProcessNamespace`:
-EDL is not process 1 there.
 """
 
 from __future__ import annotations
@@ -30,10 +27,8 @@ def run_init() -> int | None:
     """Fork if this is process 1: the child continues, and this process becomes its init.
 
     Init forwards signals to the child and reaps processes whose parents have died. Call this before starting threads.
-
-    Returns:
-        None in the child, and if this is not process 1. In process 1, the exit code of the child after it has ended
-        (128 plus the signal's number if a signal ended it): exit with it immediately.
+    Returns None in the child, and if this is not process 1. In process 1 it returns the exit code of the child after it
+    has ended (128 plus the signal's number if a signal ended it): exit with it immediately.
     """
     if os.getpid() != 1:
         return None

@@ -1,7 +1,6 @@
 """Log lines of the commands on standard error: text for people, or JSON for log collectors.
 
 The library only logs. Commands call a function of this module, which installs a handler.
-What does not belong here: a command's results, which are written to standard output.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as a JSON object: time, level, logger, command, message and, for an exception, its stack.
 
     Fields passed as `extra=` keep their names.
-
-    Args:
-        command: its name.
     """
 
     def __init__(self, command: str) -> None:

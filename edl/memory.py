@@ -22,10 +22,7 @@ def keep_freed_memory(keep_bytes: int = 512 << 20) -> bool:
     """Let this process keep up to `keep_bytes` of freed memory per arena for its next large buffers.
 
     Applies to the whole process from now on; the largest number of all calls counts. Does nothing unless the C library
-    is glibc.
-
-    Returns:
-        Whether the C library accepted the settings.
+    is glibc. Returns whether the C library accepted the settings.
     """
     global _kept
     if platform.libc_ver()[0] != "glibc":

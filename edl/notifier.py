@@ -74,43 +74,12 @@ class Notifier:
                 self._waits.remove(woken)
 
 
-class ReentrantEvent:
-    """A `threading.Event` that a signal handler may set during any of its methods."""
-
-    def __init__(self) -> None:
-        self._changed = Notifier()
-        self._set = False
-
-    def is_set(self) -> bool:
-        """Whether `set` was called."""
-        return self._set
-
-    def set(self) -> None:
-        """End all current and future waits."""
-        self._set = True
-        self._changed.notify()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for `set`; False if it was not called within `timeout_s`."""
-        return self._changed.wait_for(self.is_set, timeout_s)
-
-
 async def wait_within(awaitable: Awaitable[T], timeout_s: float) -> T:
-    """Wait for a result, with a timeout.
+    """Wait for a result, which is cancelled and awaited if the wait ends early; raise `asyncio.TimeoutError` if late.
 
     Before Python 3.12, `asyncio.wait_for` loses a cancellation that arrives together with the result: it returns the
     result, the task continues uncancelled, and code that waits for the task to end hangs. Here the cancellation wins,
     and the result is dropped.
-
-    Args:
-        awaitable: gives the result; if the wait ends early, it is cancelled and awaited.
-        timeout_s: seconds to wait.
-
-    Returns:
-        The result.
-
-    Raises:
-        asyncio.TimeoutError: there was no result in time.
     """
     task = asyncio.ensure_future(awaitable)
     try:

@@ -2,10 +2,9 @@
 
 An order is a permutation, computed for the requested positions and never stored: a Feistel network over the smallest
 power of two that is at least the count, with cycle walking for values beyond the count (J. Black, P. Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round function is the finalizer of SplitMix64 (G. Steele,
-D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), its keys come from BLAKE2b. All of it
-is 64-bit integer arithmetic, so the order is the same on every machine and version. The generators of NumPy and Python
-do not guarantee that.
+"Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round function is the finalizer of SplitMix64 (Steele, Lea
+and Flood, OOPSLA 2014). It is 64-bit integer arithmetic, so the order is the same on every machine and version; the
+generators of NumPy and Python do not guarantee that.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ _FACTORS: Final = (numpy.uint64(0xBF58476D1CE4E5B9), numpy.uint64(0x94D049BB1331
 
 
 class Permutation:
-    """A permutation of `range(count)`.
-
-    Args:
-        count: Number of positions, at most 2**62.
-        key: Selects the permutation, such as b"SEED/EPOCH".
-    """
+    """A permutation of `range(count)`, at most 2**62, selected by a key such as b"SEED/EPOCH"."""
 
     def __init__(self, count: int, key: bytes) -> None:
         digest = hashlib.blake2b(key, digest_size=8 * _ROUNDS, person=b"edl.shards").digest()

@@ -1,7 +1,6 @@
 """Makes foreign text, such as a teacher's message or a registry's names, safe for a log, an error or a terminal.
 
-Such text could be megabytes long, fake one of our log lines, or move a terminal's cursor. What does not belong here:
-text for programs, which is JSON.
+Such text could be megabytes long, fake one of our log lines, or move a terminal's cursor.
 """
 
 from __future__ import annotations

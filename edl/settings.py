@@ -224,18 +224,7 @@ class LoadSettings:
 
     @classmethod
     def of(cls, publish: bool | None = None, environ: Mapping[str, str] | None = None) -> LoadSettings:
-        """Build from an argument, then the environment, then the default.
-
-        Args:
-            publish: as the attribute; None to use the environment.
-            environ: used instead of this process's environment.
-
-        Returns:
-            The settings.
-
-        Raises:
-            SettingsError: a value in the environment is invalid.
-        """
+        """Build from an argument, then the environment, then the default."""
         if publish is None:
             publish = read("EDL_PUBLISH_LOAD", boolean, environ)
         run_id = read("TORCHELASTIC_RUN_ID", str, environ)
@@ -353,9 +342,6 @@ class Credentials:
 
         Returns:
             The credentials.
-
-        Raises:
-            SettingsError: they cannot be combined, or `EDL_TOKEN` is set.
         """
         names = ("ca", "cert", "key", "server_name")
         return cls.of(

@@ -8,8 +8,6 @@ the path (`SqliteFile.change`), and is opened under a lock of the folder (`_open
 The file must be on a local file system: SQLite's locks and shared memory do not work across machines. Containers on a
 machine may share it through a common folder. A process that is stopped (SIGSTOP) in the microseconds of a write blocks
 other writers until it continues.
-
-What does not belong here: tables and queries, and the reaction to a replaced file. Each caller decides that.
 """
 
 from __future__ import annotations
@@ -46,41 +44,25 @@ _Inode = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tables:
-    """The content of a kind of file, and texts for its errors.
+    """The content of a kind of file, and texts for its errors."""
 
-    Attributes:
-        kind: Name of the kind in messages, before the path.
-        application_id: A number in the file's header that identifies EDL's kind of file.
-        version: Version of the tables. A file with another version is refused.
-        schema: Statements that create the tables, separated by semicolons.
-        error: Builds the error for a temporary failure, from its message and whether another process has a lock.
-        remedy: What to do about a file that is damaged, or of another program or release.
-        elsewhere: What to use if the folder is on a shared file system.
-        pragmas: Pragmas for every connection.
-        new_pragmas: Pragmas for a new file, before its tables are created.
-    """
-
-    kind: str
-    application_id: int
+    kind: str  # its name in messages, before the path
+    application_id: int  # in the file's header; a file with another one, or another version, is refused
     version: int
-    schema: str
+    schema: str  # statements that create the tables, separated by semicolons
     error: Callable[[str, bool], EDLError]
-    remedy: str
-    elsewhere: str
-    pragmas: tuple[str, ...]
-    new_pragmas: tuple[str, ...] = ()
+    """Builds the error for a temporary failure, from its message and whether another process has a lock."""
+    remedy: str  # what to do about a file that is damaged, or of another program or release
+    elsewhere: str  # what to use if the folder is on a shared file system
+    pragmas: tuple[str, ...]  # for every connection
+    new_pragmas: tuple[str, ...] = ()  # for a new file, before its tables are created
 
 
 class SqliteFile:
     """A connection to a file, in WAL mode: readers and the writer do not block each other.
 
-    A forked child never closes the connection, not even at exit.
-
-    Args:
-        path: Path of the file. It is created if missing, with its folder.
-        tables: Its content.
-        timeout_s: Seconds to wait for other processes' transactions.
-        mode: "rwc", or a mode of SQLite's URIs for a read-only connection; then nothing is created or compared.
+    A forked child never closes the connection, not even at exit. The file is created if missing, with its folder; with
+    another `mode` of SQLite's URIs nothing is created or compared. Others' transactions are waited for `timeout_s`.
 
     Raises:
         SettingsError: The file cannot be created or written, is not EDL's, or is on a shared file system.
@@ -125,13 +107,9 @@ class SqliteFile:
 
     @contextlib.contextmanager
     def transaction(self, *, reads: bool = False) -> Iterator[sqlite3.Connection]:
-        """Run a transaction. A writing one locks the file from the start, and checks at the end that it is still there.
+        """Run a transaction; raise the error from `Tables.error` if it fails or the file was removed or replaced.
 
-        Args:
-            reads: Whether it only reads: then it never waits for writers.
-
-        Raises:
-            EDLError: The error from `Tables.error`, if it fails or the file was removed or replaced.
+        A writing one locks the file from the start. One that only `reads` never waits for writers.
         """
         connection = self.sqlite
         with self.translated():
@@ -179,10 +157,7 @@ class SqliteFile:
         """Remove the files unless another process has; all processes then see that the database was replaced.
 
         The database is removed first: at worst, the process that creates the next one finds an orphaned journal and
-        memory.
-
-        Raises:
-            OSError: They cannot be removed.
+        memory. Raises OSError if they cannot be removed.
         """
         assert self._identity is not None
         place = self._identity.place
@@ -307,17 +282,11 @@ class SqliteFile:
 
 @dataclass(frozen=True)
 class _Identity:
-    """The files at a path at one moment.
+    """The files at a path at one moment."""
 
-    Attributes:
-        place: Their real path: SQLite follows links before it adds `-wal` and `-shm`.
-        main: The database; None if it did not exist.
-        sides: `-wal` and `-shm`, which exist as long as a connection is open.
-    """
-
-    place: str
-    main: _Inode | None
-    sides: tuple[_Inode | None, ...]
+    place: str  # the real path: SQLite follows links before it adds `-wal` and `-shm`
+    main: _Inode | None  # the database; None if it did not exist
+    sides: tuple[_Inode | None, ...]  # `-wal` and `-shm`, which exist as long as a connection is open
 
     @classmethod
     def of(cls, path: str) -> _Identity:

@@ -20,16 +20,10 @@ def hash_tokenizer(path: str | Path) -> str:
     For a `tokenizer.json`, the hash covers the token of each id, but not how text is normalized, padded or truncated: a
     trainer that saves a tokenizer may change that, while the ids keep their meaning. For a folder without one, it
     covers the vocabulary files and the ids of added tokens (`added_tokens.json`, `added_tokens_decoder` in
-    `tokenizer_config.json`).
-
-    Args:
-        path: a `tokenizer.json` or another tokenizer file, or a folder with one, such as a model's.
+    `tokenizer_config.json`). `path` is such a file, or a folder with one, such as a model's.
 
     Returns:
         "sha256:" and 64 hexadecimal digits.
-
-    Raises:
-        SettingsError: there is no tokenizer.
     """
     place = Path(path).expanduser()
     try:
@@ -46,17 +40,7 @@ def hash_tokenizer(path: str | Path) -> str:
 
 
 def resolve_tokenizer(tokenizer: str | Path) -> str:
-    """Return the hash of the tokenizer that a user names.
-
-    Args:
-        tokenizer: a path for `hash_tokenizer`, or the hash itself; empty for any tokenizer.
-
-    Returns:
-        The hash; empty for an empty name.
-
-    Raises:
-        SettingsError: it is neither.
-    """
+    """Return the hash of the tokenizer that a user names: by a path, by the hash itself, or empty for any tokenizer."""
     text = str(tokenizer)
     if not text or text.startswith(_PREFIX):
         return text

@@ -5,15 +5,12 @@ One URL gives the location: a SQLite file (one machine, no server to install), a
 
 - `store` defines the contract and the code that all stores share. `registry` keeps services in any store, and `records`
   defines an instance of a service.
-- Each backend is a module: `sqlite`, `etcd`, `consul` (with `consul_client`), and the folder
-  `served` for `edl://`.
+- Each backend is a module: `sqlite`, `etcd`, `consul` (with `consul_client`), and the folder `served` for `edl://`.
 - `balance` computes which teachers a student talks to, and students agree on it in a `group`.
 
 To add a fifth store, write a module with a subclass of `Store` that implements its seven abstract methods (`etcd` is a
 model; `watching.Follower` says what a watch needs), add its scheme to `urls`, and run the tests of
 `tests/fast/discovery/conformance` on it. It then also serves as a registry.
-
-What does not belong here: connections to teachers, anything about models or tensors, and job logic.
 """
 
 from __future__ import annotations

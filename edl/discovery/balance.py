@@ -2,10 +2,9 @@
 
 What holds for every answer of `balance`:
 
-1. **Wants.** A student has exactly min(its want, the fan-out limit, the number of teachers) different teachers, so
-   no student starves while a teacher is available, no student is favoured, and a teacher has no students
-   only when every student has as many teachers as it wants. Students share teachers if necessary. As long as
-   no limit is below the number of teachers, all students talk to all teachers.
+1. **Wants.** A student has exactly min(its want, the number of teachers) different teachers, so no student starves
+   while a teacher is available, no student is favoured, and a teacher has no students only when every student has as
+   many teachers as it wants. Students share teachers if necessary.
 2. **Loads.** A teacher's load is the number of students linked to it, its relative load that number divided by its
    capacity. Among all links that satisfy 1, these have the least sum of load²/capacity. In other words: no link can be
    moved, directly or by a chain of other links, so that the relative loads of the teacher that loses a link and of the
@@ -21,7 +20,6 @@ the number of possible links.
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,13 +30,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edl.errors import SettingsError
-
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
-DEFAULT_FAN_OUT = 32
-"""Default maximum number of teachers per student."""
 # Marks of a node that no search reached, and of one that a path has used up; other marks are distances.
 _UNSEEN, _SPENT = -1, -2
 # The largest ratio of two capacities that prices can still tell apart without overflow.
@@ -47,41 +41,27 @@ _SMALLEST_CAPACITY = 1e-290
 
 def balance(
     teachers: Mapping[str, float],
-    students: Mapping[str, int | None],
-    previous: Mapping[str, Iterable[str]] | None = None,
-    fan_out: int = DEFAULT_FAN_OUT,
+    students: Mapping[str, int],
+    previous: Mapping[str, Iterable[str]],
 ) -> dict[str, tuple[str, ...]]:
     """Give every student its teachers.
 
     Args:
         teachers: The capacities of live teachers by id; relative weights, positive and finite.
-        students: The most teachers each student wants, by id; None for as many as allowed.
+        students: The most teachers each student wants, by id; at least 1.
         previous: The teachers that students had, by id. May include departed members.
-        fan_out: The most teachers per student.
 
     Returns:
         The ids of teachers, sorted, by student; a student's entry is empty only if there are no teachers.
-
-    Raises:
-        SettingsError: A capacity, want or limit is not a positive number.
     """
-    if fan_out < 1:
-        raise SettingsError(f"fan_out={fan_out!r}: must be at least 1")
-    for teacher, capacity in teachers.items():
-        if not (math.isfinite(capacity) and capacity > 0):
-            raise SettingsError(f"teacher {teacher!r}: capacity={capacity!r} must be positive and finite")
-    for student, want in students.items():
-        if want is not None and want < 1:
-            raise SettingsError(f"student {student!r}: want={want!r} must be at least 1, or None")
     student_ids = sorted(students)
     if not teachers or not students:
         return dict.fromkeys(student_ids, ())
-    limit = min(fan_out, len(teachers))
-    wants = [limit if (want := students[student]) is None else min(want, limit) for student in student_ids]
+    wants = [min(students[student], len(teachers)) for student in student_ids]
     teacher_ids = sorted(teachers, key=lambda teacher: (-teachers[teacher], teacher))
     places = {teacher: place for place, teacher in enumerate(teacher_ids)}
     before = [
-        sorted({places[teacher] for teacher in (previous or {}).get(student, ()) if teacher in places})
+        sorted({places[teacher] for teacher in previous.get(student, ()) if teacher in places})
         for student in student_ids
     ]
     capacities = np.array([teachers[teacher] for teacher in teacher_ids], dtype=np.float64)
@@ -149,9 +129,8 @@ class LoadLevel:
 def fair_levels(capacities: Floats, takers: Ints) -> list[LoadLevel]:
     """Return the levels, in order; every teacher is in a level.
 
-    Args:
-        capacities: The capacities of n >= 1 teachers, positive, in descending order.
-        takers: The number of students that want more than k teachers, for k from 0; n entries, never rising.
+    `capacities` [n >= 1] are positive, in descending order. `takers` [n] is the number of students that want more than
+    k teachers, for k from 0, so it never rises.
     """
     _, exponent = np.frexp(capacities[0])
     capacities = np.maximum(np.ldexp(capacities, -int(exponent)), _SMALLEST_CAPACITY)

@@ -1,8 +1,7 @@
 """Consul's HTTP API: the agent's address, requests with a deadline, and error translation.
 
-It uses no client library: closing a watch must hang up on a blocking query from another thread, and every request
-needs a deadline, which needs an HTTP connection of our own. A connection serves one request, so an agent's restart
-breaks no idle connection. Consul's environment variables (`CONSUL_HTTP_TOKEN`, ...) say how to authenticate.
+It uses no client library: a watch must be able to hang up on a blocking query from another thread, and every request
+needs a deadline. A connection serves one request, so an agent's restart breaks no idle connection.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
-from urllib.parse import SplitResult, parse_qsl, quote, urlencode
+from urllib.parse import quote, urlencode
 
+from edl.discovery.store_url import StoreUrl
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.quoting import shown
 from edl.resource import Resource
@@ -36,62 +36,33 @@ ALIVE: Final = "alive"  # the name of a registration's own check
 
 @dataclass(frozen=True)
 class ConsulTarget:
-    """An agent.
-
-    Attributes:
-        host, port: Address of its HTTP API.
-        timeout_s: Seconds that a request may take, beyond the time that a blocking query asks the agent to wait.
-        dc: The datacenter to read services from, empty for the agent's own.
-        token: The ACL token. `CONSUL_HTTP_TOKEN`. Never shown.
-        tls: None without TLS (`consul+https:`, or `CONSUL_HTTP_SSL=true`). The context holds `CONSUL_CACERT`,
-            `CONSUL_CLIENT_CERT`, `CONSUL_CLIENT_KEY` and `CONSUL_HTTP_SSL_VERIFY`.
-        server_name: The name that the agent's certificate must carry. `CONSUL_TLS_SERVER_NAME`, else the host.
-    """
+    """An agent, as given by a URL and Consul's own environment variables."""
 
     host: str
     port: int
-    timeout_s: float = 5.0
-    dc: str = ""
+    timeout_s: float = 5.0  # of a request, beyond the time that a blocking query asks the agent to wait
+    dc: str = ""  # the datacenter to read services from, empty for the agent's own
     token: str = field(default="", repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
-    server_name: str = ""
+    server_name: str = ""  # the name that the agent's certificate must carry
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"Consul at {'https' if self.tls else 'http'}://{host}:{self.port}"
 
     @classmethod
-    def of(cls, parts: SplitResult, timeout_s: float, environ: Mapping[str, str] | None = None) -> ConsulTarget:
-        """Return the target for a split URL and the environment.
-
-        The message of a `SettingsError` never contains a password, token or query.
-        """
-        where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        if "@" in parts.netloc:
-            raise SettingsError(f"{where}: a password does not belong in a URL; set CONSUL_HTTP_TOKEN")
-        if parts.path not in ("", "/") or parts.fragment:
-            raise SettingsError(f"{where}{parts.path}: expected a host, a port and at most ?dc=NAME")
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        unknown = sorted(set(options) - {"dc"})
-        if unknown or (parts.query and not options.get("dc")):
-            raise SettingsError(
-                f"{where}: unknown or empty option {', '.join(unknown) or 'dc'}; the only option is ?dc=NAME"
-            )
-        secure = bool(read("CONSUL_HTTP_SSL", _boolean, environ)) or parts.scheme == "consul+https"
-        try:
-            port = parts.port or (8501 if secure else 8500)
-        except ValueError as exc:
-            raise SettingsError(f"{where}: {exc}") from exc
-        if not parts.hostname:
-            raise SettingsError(f"{where}: the host is missing; expected consul://host:8500")
+    def of(cls, url: StoreUrl, timeout_s: float, environ: Mapping[str, str] | None = None) -> ConsulTarget:
+        """Return the target for a URL and the environment."""
+        ((host, port),) = url.servers
+        secure = bool(read("CONSUL_HTTP_SSL", _boolean, environ)) or url.scheme == "consul+https"
         return cls(
-            host=parts.hostname,
-            port=port,
+            host=host,
+            port=port or (8501 if secure else 8500),
             timeout_s=timeout_s,
-            dc=options.get("dc", ""),
+            dc=url.dc,
             token=read("CONSUL_HTTP_TOKEN", str, environ) or "",
             tls=_tls(environ) if secure else None,
-            server_name=read("CONSUL_TLS_SERVER_NAME", str, environ) or parts.hostname,
+            server_name=read("CONSUL_TLS_SERVER_NAME", str, environ) or host,
         )
 
 
@@ -156,15 +127,10 @@ class ConsulClient(Resource):
         wait: tuple[int | None, float] = (None, 0.0),
         **options: str,
     ) -> _Answer:
-        """Send a request with query options; empty ones are left out.
+        """Send a request with a JSON body and query options; empty options are left out.
 
-        Args:
-            method: The HTTP method.
-            path: The URL's path.
-            body: Sent as JSON.
-            accepts: Status codes other than 200 that are not errors.
-            wait: An index, and how many seconds the agent may wait for a newer index.
-            options: Names and values of the URL's query.
+        Status codes in `accepts` are no errors. `wait` is an index, and how many seconds the agent may wait for a newer
+        one.
         """
         options = {name: value for name, value in options.items() if value}
         block_s = 0.0
@@ -187,8 +153,7 @@ class ConsulClient(Resource):
         if self.target.token:
             headers["X-Consul-Token"] = self.target.token
         connection = _Connection(self.target, self.target.timeout_s + block_s)
-        # No lock, since a signal handler may close this here. The connection is in the set before `_closed` is read, so
-        # that a `close` at that moment either finds the connection or is noticed here.
+        # In the set before `_closed` is read, so that a `close` at that moment either finds it or is noticed here.
         self._open.add(connection)
         try:
             if self._closed:

@@ -1,26 +1,23 @@
 """The store on etcd, over etcd's gRPC API: keys below `edl/store/`, etcd's own leases, and revisions as versions.
 
-Every write is a transaction, which compares the version and the lease of the key and sets it. A registry uses the same
-class with keys below `edl/`, where earlier releases keep their registrations.
+Every write is a transaction, which compares the version and the lease of the key and sets it.
 
 It uses no client library: the maintained ones lack features that EDL needs, and the others do not work with
-today's protobuf (docs/architecture.md). Teachers require gRPC and protobuf anyway. The variables of etcd's own
-command line (`ETCDCTL_USER`, ...) say how to authenticate.
+today's protobuf (docs/architecture.md).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Generic, TypeVar
-from urllib.parse import SplitResult, urlsplit
 
 from typing_extensions import override
 
 from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
+from edl.discovery.store_url import StoreUrl
 from edl.discovery.watching import Follower, query_wait_s
 from edl.errors import DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import etcd as wire
@@ -28,14 +25,13 @@ from edl.protocol.channel import Metadata, channel
 from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
-from edl.resource import CallThread, Resource
+from edl.resource import Resource
 from edl.settings import SYSTEM_CA, Credentials, boolean, read
 
 Q = TypeVar("Q", bound=Any)
 A = TypeVar("A", bound=Any)
 
 ROOT: Final = "edl/store/"
-REGISTRY_ROOT: Final = "edl/"
 PORT: Final = 2379
 """The port that IANA gave to etcd's clients."""
 _NO_LEASE: Final = 0
@@ -56,54 +52,31 @@ _CONNECT_S: Final = 2.0
 
 @dataclass(eq=False)
 class EtcdTarget:
-    """A cluster, as given by a URL and the environment.
+    """A cluster, as given by a URL and the variables of etcd's own command line."""
 
-    Attributes:
-        endpoints: `host:port` of members; the first that answers is used.
-        timeout_s: Seconds that a request may take, including all attempts.
-        files: None without TLS (`etcd+https:`). Holds `ETCDCTL_CACERT`, `ETCDCTL_CERT` and `ETCDCTL_KEY`.
-        user, password: `ETCDCTL_USER`, also as `name:password`, and `ETCDCTL_PASSWORD`. The password is never shown.
-        token: The user's session, sent with every call on all connections to this cluster, as etcd is slow to create
-            one. None before the login, empty if etcd has no users.
-    """
-
-    endpoints: tuple[str, ...]
-    timeout_s: float = 5.0
+    endpoints: tuple[str, ...]  # `host:port` of members; the first that answers is used
+    timeout_s: float = 5.0  # of a request, including all attempts
     files: CredentialFiles | None = field(default=None, repr=False)
     user: str = ""
     password: str = field(default="", repr=False)
     token: str | None = field(default=None, repr=False)
+    """The user's session, sent with every call on all connections to this cluster, as etcd is slow to create one.
+    None before the login, empty if etcd has no users."""
 
     def __str__(self) -> str:
         return f"etcd at {'https' if self.files else 'http'}://{','.join(self.endpoints)}"
 
     @classmethod
-    def of(cls, parts: SplitResult, timeout_s: float, environ: Mapping[str, str] | None = None) -> EtcdTarget:
-        """Return the target for a split URL and the environment; the error message never contains a password."""
-        where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        if "@" in parts.netloc:
-            raise SettingsError(f"{where}: a password does not belong in a URL; set ETCDCTL_USER and ETCDCTL_PASSWORD")
-        if parts.path not in ("", "/") or parts.query or parts.fragment:
-            raise SettingsError(f"{where}: expected only hosts and ports, such as etcd://host:2379,host2:2379")
+    def of(cls, url: StoreUrl, timeout_s: float, environ: Mapping[str, str] | None = None) -> EtcdTarget:
+        """Return the target for a URL and the environment; the error message never contains a password."""
         user, password = _user(environ)
         return cls(
-            endpoints=tuple(_endpoint(member, where) for member in parts.netloc.split(",")),
+            endpoints=tuple(f"{f'[{host}]' if ':' in host else host}:{port or PORT}" for host, port in url.servers),
             timeout_s=timeout_s,
-            files=_files(environ) if parts.scheme == "etcd+https" else None,
+            files=_files(environ) if url.scheme == "etcd+https" else None,
             user=user,
             password=password,
         )
-
-
-def _endpoint(member: str, where: str) -> str:
-    try:
-        parts = urlsplit(f"//{member.strip()}")
-        host, port = parts.hostname, parts.port or PORT
-    except ValueError as exc:
-        raise SettingsError(f"{where}: {exc}") from exc
-    if not host:
-        raise SettingsError(f"{where}: a host is missing; expected etcd://host:2379 or etcd://host:2379,host2:2379")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _user(environ: Mapping[str, str] | None) -> tuple[str, str]:
@@ -138,12 +111,7 @@ def _files(environ: Mapping[str, str] | None) -> CredentialFiles:
 
 @dataclass(frozen=True)
 class _Method(Generic[Q, A]):
-    """A method of etcd's API.
-
-    LeaseKeepAlive is a bidirectional stream in etcd, but is used here with one message each way. On the wire that is a
-    unary call, which has a deadline and needs no thread. A `repeatable` method may be sent to another member if it is
-    unknown whether the first one executed it.
-    """
+    """A method of etcd's API; a `repeatable` one may be sent again if it is unknown whether a member executed it."""
 
     path: str
     request: type[Q]
@@ -155,6 +123,7 @@ _RANGE = _Method("/etcdserverpb.KV/Range", wire.RangeRequest, wire.RangeResponse
 _TXN = _Method("/etcdserverpb.KV/Txn", wire.TxnRequest, wire.TxnResponse, False)
 _DELETE = _Method("/etcdserverpb.KV/DeleteRange", wire.DeleteRangeRequest, wire.DeleteRangeResponse, False)
 _GRANT = _Method("/etcdserverpb.Lease/LeaseGrant", wire.LeaseGrantRequest, wire.LeaseGrantResponse, True)
+# A bidirectional stream in etcd, used here with one message each way: on the wire that is a unary call.
 _RENEW = _Method("/etcdserverpb.Lease/LeaseKeepAlive", wire.LeaseKeepAliveRequest, wire.LeaseKeepAliveResponse, True)
 _REVOKE = _Method("/etcdserverpb.Lease/LeaseRevoke", wire.LeaseRevokeRequest, wire.LeaseRevokeResponse, True)
 _LOGIN = _Method("/etcdserverpb.Auth/Authenticate", wire.AuthenticateRequest, wire.AuthenticateResponse, True)
@@ -163,19 +132,17 @@ _LOGIN = _Method("/etcdserverpb.Auth/Authenticate", wire.AuthenticateRequest, wi
 class EtcdClient(Resource):
     """Makes calls to a cluster. Closing it ends pending calls.
 
-    All methods raise DiscoveryError when no member can be reached, or etcd refuses. Without `from_main` only background
-    threads may call them: the main thread's calls need a `CallThread`.
+    All methods raise DiscoveryError when no member can be reached, or etcd refuses.
     """
 
-    def __init__(self, target: EtcdTarget, *, from_main: bool = True) -> None:
+    def __init__(self, target: EtcdTarget) -> None:
         super().__init__()
         self.target = target
-        self._connect(target.files)
+        self._connect()
         self._preferred = 0
-        self._calls = self._own(CallThread("edl-etcd")) if from_main else None
 
-    def _connect(self, files: CredentialFiles | None) -> None:
-        self._trust = _trust(files)
+    def _connect(self) -> None:
+        self._trust = _trust(self.target.files)
         options = (
             ("grpc.max_receive_message_length", _MOST_BYTES),
             ("grpc.keepalive_time_ms", int(_PING_EVERY_S * 1000)),
@@ -186,7 +153,7 @@ class EtcdClient(Resource):
             ("grpc.min_reconnect_backoff_ms", int(_CONNECT_S * 1000)),
         )
         # A channel connects on first use, and reconnects when necessary.
-        self._members = tuple(channel(endpoint, files, options) for endpoint in self.target.endpoints)
+        self._members = tuple(channel(endpoint, self.target.files, options) for endpoint in self.target.endpoints)
 
     def _halt(self) -> None:
         for member in self._members:
@@ -200,7 +167,7 @@ class EtcdClient(Resource):
         return answer.header.revision, list(answer.kvs)
 
     def await_change(self, prefix: bytes, revision: int, wait_s: float) -> None:
-        """Wait up to `wait_s` until a key under `prefix` may have changed since `revision`. Not for the main thread."""
+        """Wait up to `wait_s` until a key under `prefix` may have changed since `revision`."""
         self._check()
         index = self._preferred
         create = wire.WatchCreateRequest(key=prefix, range_end=_end(prefix), start_revision=revision + 1)
@@ -265,11 +232,6 @@ class EtcdClient(Resource):
     def call(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
         """Call a method; every member but the last has at most `patience_s` to answer."""
         self._check()
-        if self._calls is None:
-            return self._call_here(method, request, patience_s)
-        return self._calls.run(lambda: self._call_here(method, request, patience_s))
-
-    def _call_here(self, method: _Method[Q, A], request: Q, patience_s: float) -> A:
         deadline = time.monotonic() + self.target.timeout_s
         try:
             return self._ask(method, request, self._login(deadline), deadline, patience_s)
@@ -333,13 +295,8 @@ class EtcdClient(Resource):
 
     def _avoid(self, index: int) -> None:
         """Ask another member from now on, with the current certificates."""
-        if self.target.files is not None:
-            # A channel keeps the certificates that it began with. `target.files` is not asked: it has a lock, which the
-            # thread that a signal handler interrupted may hold.
-            with contextlib.suppress(SettingsError):
-                files = CredentialFiles(self.target.files.settings)
-                if _trust(files) != self._trust:
-                    self._connect(files)
+        if _trust(self.target.files) != self._trust:  # a channel keeps the certificates that it began with
+            self._connect()
         if self._preferred == index:  # another thread may have switched already
             self._preferred = (index + 1) % len(self._members)
 
@@ -413,10 +370,9 @@ def _end(prefix: bytes) -> bytes:
 class EtcdStore(Store):
     """See `Store`."""
 
-    def __init__(self, target: EtcdTarget, root: str = ROOT) -> None:
+    def __init__(self, target: EtcdTarget) -> None:
         super().__init__()
         self._target = target
-        self._root = root
         self._client = self._own(EtcdClient(target))
 
     def __repr__(self) -> str:
@@ -432,16 +388,16 @@ class EtcdStore(Store):
 
     @override
     def read(self, key: str) -> Entry | None:
-        found = self._client.call(_RANGE, wire.RangeRequest(key=self._path(key))).kvs
-        return _entry(found[0], self._root) if found else None
+        found = self._client.call(_RANGE, wire.RangeRequest(key=_path(key))).kvs
+        return _entry(found[0]) if found else None
 
     @override
     def read_all(self, prefix: str) -> Sequence[Entry]:
-        return [_entry(found, self._root) for found in self._client.entries(self._path(prefix))[1]]
+        return [_entry(found) for found in self._client.entries(_path(prefix))[1]]
 
     @override
     def write(self, key: str, value: bytes, expected: int | None, claim: Claim | None) -> Entry | None:
-        path = self._path(key)
+        path = _path(key)
         put = _put_if_free(path, value, claim.number if isinstance(claim, _EtcdClaim) else _NO_LEASE)
         if expected is None:  # not within another transaction, where etcd checks neither its quota nor permissions
             request = put
@@ -464,7 +420,7 @@ class EtcdStore(Store):
 
     @override
     def remove(self, key: str, version: int | None) -> bool:
-        path = self._path(key)
+        path = _path(key)
         request = wire.DeleteRangeRequest(key=path)
         if version is None:
             return self._client.call(_DELETE, request).deleted > 0
@@ -474,10 +430,7 @@ class EtcdStore(Store):
 
     @override
     def follow(self, prefix: str) -> Follower[Entries]:
-        return _EtcdFollower(self._target, self._root, self._path(prefix))
-
-    def _path(self, key: str) -> bytes:
-        return (self._root + key).encode()
+        return _EtcdFollower(self._target, _path(prefix))
 
 
 class _EtcdClaim(Claim):
@@ -508,9 +461,8 @@ class _EtcdClaim(Claim):
 class _EtcdFollower(Follower[Entries]):
     pause_s: ClassVar[float] = 0.05
 
-    def __init__(self, target: EtcdTarget, root: str, path: bytes) -> None:
-        self._client = EtcdClient(target, from_main=False)
-        self._root = root
+    def __init__(self, target: EtcdTarget, path: bytes) -> None:
+        self._client = EtcdClient(target)
         self._path = path
         self._revision: int | None = None
 
@@ -522,16 +474,20 @@ class _EtcdFollower(Follower[Entries]):
         revision, found = self._client.entries(self._path)
         if known is None or revision >= known:  # an etcd that lost its data is behind
             self._revision = max(1, revision)
-        return {entry.key: entry for entry in (_entry(each, self._root) for each in found)}
+        return {entry.key: entry for entry in map(_entry, found)}
 
     @override
     def close(self) -> None:
         self._client.close()
 
 
-def _entry(found: wire.KeyValue, root: str) -> Entry:
+def _path(key: str) -> bytes:
+    return (ROOT + key).encode()
+
+
+def _entry(found: wire.KeyValue) -> Entry:
     # Another program may have put a key there that is not text.
-    return Entry(found.key.decode(errors="replace").removeprefix(root), found.value, found.mod_revision)
+    return Entry(found.key.decode(errors="replace").removeprefix(ROOT), found.value, found.mod_revision)
 
 
 def _has_version(path: bytes, version: int) -> wire.Compare:

@@ -6,8 +6,7 @@ They elect a leader, which computes `balance` and writes everybody's links. Keys
 - `links/STUDENT`, written by the leader: `{"teachers": [id, ...]}`. If all teachers fit within
   a student's limit, it has no links and talks to all of them.
 
-`choose_teachers`, `choose_lapsed` and `plan_links` decide and are pure. `BalanceGroup` is what a student watches; its
-thread takes part in the group, and leads it through `_Leader`.
+`choose_teachers`, `choose_lapsed` and `plan_links` decide and are pure; `BalanceGroup` is what a student watches.
 """
 
 from __future__ import annotations
@@ -135,14 +134,9 @@ class TeacherChoice(NamedTuple):
 def choose_teachers(
     student: str, limit: int, ready: Collection[Instance], links: frozenset[str] | None, last: Collection[str]
 ) -> TeacherChoice:
-    """Decide which of the teachers that are `ready` a student talks to: at least one, if any is ready.
+    """Decide which of the `ready` teachers a student talks to: at least one, if any is ready.
 
-    Args:
-        student: The student's name.
-        limit: The most teachers it may talk to.
-        ready: The teachers that take work.
-        links: The teachers that the leader gave it; None if unknown or possibly out of date.
-        last: Ids of the teachers that it talked to until now.
+    `links` are those that the leader gave it, None if unknown or possibly out of date; `last` those until now.
     """
     ids = frozenset(teacher.id for teacher in ready)
     if len(ids) <= limit:
@@ -174,13 +168,9 @@ def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """Changes for the leader to make.
+    """The teachers of every student, and the changes for the leader to make.
 
-    Attributes:
-        links: The teachers of every student.
-        writes: New values by key.
-        deletes: Keys of links that no student needs.
-        refused: Invalid entries in the store, by key, with the reason. Such a student gets no links.
+    `refused` has invalid entries in the store, by key, with the reason. Such a student gets no links.
     """
 
     links: Mapping[str, tuple[str, ...]]
@@ -196,14 +186,9 @@ def plan_links(
     stored: Iterable[Entry],
     remembered: Mapping[str, tuple[str, ...]],
 ) -> LinkPlan:
-    """Balance, and compare the result with the store.
+    """Balance, and compare the result with the store's entries below `keys.students` and, `stored`, `keys.links`.
 
-    Args:
-        keys: The group's keys.
-        ready: The teachers that take work.
-        students: All entries below `keys.students`.
-        stored: All entries below `keys.links`.
-        remembered: The last planned links of students with none in the store, which talk to all or had left.
+    `remembered` are the last planned links of students with none in the store, which talk to all or had left.
     """
     limits: dict[str, int] = {}
     present: dict[str, bytes] = {}
@@ -220,8 +205,7 @@ def plan_links(
             previous[keys.student_in(entry.key)] = unpack_links(entry.value)
         except ValueError as exc:
             refused[entry.key] = str(exc)
-    most = max(limits.values(), default=1)
-    links = balance({teacher.id: teacher.capacity for teacher in ready}, dict(limits), previous, most)
+    links = balance({teacher.id: teacher.capacity for teacher in ready}, limits, previous)
     writes: dict[str, bytes] = {}
     for student, teachers in links.items():
         value = pack_links(teachers)
@@ -249,11 +233,9 @@ class BalanceGroup(Watch):
     the snapshot's `stale` says so. It always has a teacher while one is live. A draining teacher is not given out; the
     students that have it see it drain. Teachers whose registration lapsed fill the rest of the limit.
 
-    A background thread runs; the caller closes the `Registry` and the `Store`.
-
     Args:
-        registry: Where the teachers are registered.
-        store: The store through which the students agree.
+        registry: Where the teachers are registered; the caller closes it.
+        store: The store through which the students agree; the caller closes it.
         service: The teachers' service.
         student_id: Unique among the students of the service; reuse it after a restart to keep the same teachers.
         want: The most teachers that this student talks to.

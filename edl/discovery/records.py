@@ -147,11 +147,8 @@ def to_json(instance: Instance) -> str:
     return json.dumps(fields, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
 
 
-def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | Rejected:
-    """Parse a record into the instance, or the reason why it cannot be used.
-
-    A record of an earlier release does not contain its id, which is then `instance_id`.
-    """
+def from_json(service: str, name: str, text: str | bytes) -> Instance | Rejected:
+    """Parse a record into the instance, or why it cannot be used; `name` stands for an id that is missing."""
     fields: Any = None
     reason = f"{len(text):,} characters, more than {MAX_RECORD:,}"
     if len(text) <= MAX_RECORD:
@@ -161,9 +158,9 @@ def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | R
         except (ValueError, RecursionError) as exc:
             reason = f"not JSON: {exc}"
     if not isinstance(fields, dict):
-        return Rejected(shown(instance_id, MAX_META_BYTES), reason)
-    named = fields.get("id")
-    return parsed(service, named if isinstance(named, str) else instance_id, fields)
+        return Rejected(shown(name, MAX_META_BYTES), reason)
+    found = fields.get("id")
+    return parsed(service, found if isinstance(found, str) else name, fields)
 
 
 def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance | Rejected:

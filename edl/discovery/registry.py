@@ -1,13 +1,12 @@
 """The registry of services: which processes offer which service, kept up to date by leases.
 
 `KeyRegistry` keeps services in any store. A registration is two keys under two leases: a record
-(`registry/SERVICE/records/CLAIM/ID`, JSON) that outlives its sign of life (`registry/SERVICE/alive/CLAIM`) by about a
+(`registry/SERVICE/records/CLAIM`, JSON) that outlives its sign of life (`registry/SERVICE/alive/CLAIM`) by about a
 minute. If both exist, the instance is live. If only the record exists, it has lapsed, and may still answer. CLAIM is a
-random name, so that closing a registration never removes its successor's. On etcd these keys are below `edl/`, as in
-earlier releases.
+random name, so that closing a registration never removes its successor's.
 
 Consul has its own services, with a UI and DNS, so its registry is a subclass of `Registry` with other hooks.
-Threads, signals, forks, closing and deadlines are as for stores: see `edl.discovery.store`.
+Threads, forks, closing and deadlines are as for stores: see `edl.discovery.store`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from edl.discovery.records import (
     to_json,
     validated,
 )
-from edl.discovery.store import RENEWALS, Claim, Entry, Store, check_key, retry_s
+from edl.discovery.store import RENEWALS, Claim, Entry, Store, retry_s
 from edl.discovery.watching import FollowedWatch, Follower, Snapshots
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.notifier import Notifier
@@ -381,13 +380,8 @@ class _KeysClaim(InstanceClaim):
 
     def __init__(self, store: Store, instance: Instance, ttl_s: float) -> None:
         name, folder = secrets.token_hex(8), _folder(instance.service)
-        record = f"{folder}records/{name}/{instance.id}"
-        try:
-            check_key(record)
-        except SettingsError:  # too long, or has slashes that a key may not have; the record's JSON also has the id
-            record = f"{folder}records/{name}"
         self._alive = _LeasedKey(store, f"{folder}alive/{name}", ttl_s)
-        self._record = _LeasedKey(store, record, ttl_s + REMEMBERED_S + _RECORD_RENEWAL_S)
+        self._record = _LeasedKey(store, f"{folder}records/{name}", ttl_s + REMEMBERED_S + _RECORD_RENEWAL_S)
         self._record_renewed = -math.inf
         self._checks_record = False
 
@@ -468,17 +462,16 @@ def _folder(service: str) -> str:
 
 def _parse(service: str, found: Iterable[Entry]) -> Snapshot:
     """Sort a service's keys into instances, the last registered at the end."""
-    records: dict[str, tuple[str, Entry]] = {}
+    records: dict[str, Entry] = {}
     alive: dict[str, int] = {}
     for entry in found:
-        kind, _, rest = entry.key.removeprefix(_folder(service)).partition("/")
-        name, _, instance_id = rest.partition("/")
+        kind, _, name = entry.key.removeprefix(_folder(service)).partition("/")
         if kind == "records":
-            records[name] = (instance_id, entry)
+            records[name] = entry
         elif kind == "alive":
             alive[name] = entry.version
-    in_order = sorted(records.items(), key=lambda item: alive.get(item[0], item[1][1].version))
-    read = {name: from_json(service, instance_id, entry.value) for name, (instance_id, entry) in in_order}
+    in_order = sorted(records.items(), key=lambda item: alive.get(item[0], item[1].version))
+    read = {name: from_json(service, name, entry.value) for name, entry in in_order}
     return build_snapshot(
         service,
         [instance for name, instance in read.items() if name in alive],

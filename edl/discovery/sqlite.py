@@ -14,6 +14,7 @@ import contextlib
 import logging
 import secrets
 import sqlite3
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,6 @@ from typing_extensions import override
 from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
 from edl.discovery.watching import Follower
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
-from edl.notifier import ReentrantEvent
 from edl.resource import Resource
 from edl.sqlite_file import SqliteFile, Tables
 
@@ -145,13 +145,7 @@ class SqliteStore(Store):
 class StoreFile(Resource):
     """A file, and connections to it: every transaction has its own, so that none waits for another's lock.
 
-    A signal handler may close a registration in the middle of a transaction of its own thread. A lock around a single
-    connection would never be released there, and the thread that renews, which `close` joins, would wait for it too.
-
-    Args:
-        path: Path of the file, which is created if missing, with its folder.
-        timeout_s: Seconds to wait for other processes' transactions.
-        lazy: Whether to connect on first use; any problem with the file is then a DiscoveryError.
+    With `lazy` it connects on first use, and any problem with the file is then a DiscoveryError.
 
     Raises:
         SettingsError: The file cannot be created or written, is damaged, or is not EDL's.
@@ -312,7 +306,7 @@ class _FileFollower(Follower[Entries]):
     def __init__(self, file: StoreFile, prefix: str) -> None:
         self._file = file
         self._prefix = prefix
-        self._ended = ReentrantEvent()
+        self._ended = threading.Event()
         self._replaced: int | None = None
         self._forget()
 

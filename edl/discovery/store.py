@@ -8,8 +8,6 @@ elections. `edl.discovery.registry` keeps services in any store through the same
 These rules apply to every class below, unless a method says otherwise:
 
 - **Threads.** All methods are thread-safe.
-- **Signals.** A signal handler or finalizer may call `close` in the middle of any other call, even of the thread that
-  it interrupts: `close` waits for no lock that the interrupted thread may hold.
 - **Forks.** A child of the process that opened the object must not use it: methods raise `ClosedError`, and `close`
   does nothing, so that the child ends neither the parent's leases nor its connections.
 - **Closing.** `close` of a store first closes its leases, watches and elections. After `close`, methods raise
@@ -51,22 +49,14 @@ _CAMPAIGN_S: Final = 0.2
 
 
 def check_key(key: str) -> str:
-    """Return `key` if every store can hold it: parts of printable characters with single slashes between them.
-
-    Raises:
-        SettingsError: No key can look like this.
-    """
+    """Return `key` if every store can hold it: parts of printable characters with single slashes between them."""
     if not isinstance(key, str) or not key or any(part in ("", ".", "..") for part in key.split("/")):
         raise SettingsError(f"store key {key!r:.80}: expected parts separated by '/', none of them empty, '.' or '..'")
     return _check_text(key)
 
 
 def check_prefix(prefix: str) -> str:
-    """Return `prefix` if keys can begin with it.
-
-    Raises:
-        SettingsError: No key can begin like this.
-    """
+    """Return `prefix` if keys can begin with it."""
     whole_parts = prefix.split("/")[:-1] if isinstance(prefix, str) else [""]
     if any(part in ("", ".", "..") for part in whole_parts):
         raise SettingsError(f"store prefix {prefix!r:.80}: no key can start like this")
@@ -74,11 +64,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_value(value: bytes) -> bytes:
-    """Return `value` if it is at most `MAX_VALUE_BYTES` bytes.
-
-    Raises:
-        SettingsError: `value` is not bytes, or is too large.
-    """
+    """Return `value` if it is at most `MAX_VALUE_BYTES` bytes."""
     if not isinstance(value, bytes):
         raise SettingsError(f"a store value must be bytes, not {type(value).__name__}")
     if len(value) > MAX_VALUE_BYTES:
@@ -284,7 +270,7 @@ class Election(Resource):
         self._lease: Lease | None = None
         self._written: int | None = None  # the version of the key that this candidate wrote, under its current lease
         self._leads = False
-        self._changed = Notifier()  # a signal handler may close this in the middle of `wait`
+        self._changed = Notifier()
         self._watch: StoreWatch = self._own(store.watch(self._key))
         self._own(BackgroundLoop("edl-election", self._campaign, self._watch.close))
 

@@ -51,13 +51,10 @@ class Snapshots(Resource, abc.ABC, Generic[S]):
 
 
 class Follower(abc.ABC, Generic[T]):
-    """Follows a state in a backend, over its own connection; one thread calls `next`.
-
-    Attributes:
-        pause_s: Seconds that the watch waits between two calls, so that one query covers several quick changes.
-    """
+    """Follows a state in a backend, over its own connection; one thread calls `next`."""
 
     pause_s: ClassVar[float] = 0.0
+    """Seconds that the watch waits between two calls, so that one query covers several quick changes."""
 
     @abc.abstractmethod
     def next(self, wait_s: float | None) -> T:
@@ -84,12 +81,8 @@ def query_wait_s(wait_s: float | None) -> float:
 class FollowedWatch(Snapshots[S], Generic[T, S]):
     """Keeps the newest snapshot only: a slow reader skips some, and never holds up the thread that follows.
 
-    Args:
-        follower: Closed with this watch.
-        answered: Turns a state into a snapshot.
-        failed: Turns the reason of a failure into a snapshot.
-        recheck_at: Returns the monotonic time at which `answered` must be called again even without a change; None for
-            never.
+    `answered` turns a state into a snapshot, `failed` the reason of a failure. `recheck_at` returns the monotonic time
+    at which `answered` must be called again even without a change. The follower is closed with this watch.
     """
 
     def __init__(
@@ -105,7 +98,7 @@ class FollowedWatch(Snapshots[S], Generic[T, S]):
         self._failed = failed
         self._recheck_at = recheck_at
         self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, jitter=0.5)
-        self._changed = Notifier()  # a signal handler may close this in the middle of `get`
+        self._changed = Notifier()
         self._newest: S | None = None
         self._taken: S | None = None
         self._own(BackgroundLoop("edl-watch", self._step, follower.close))

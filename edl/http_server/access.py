@@ -17,11 +17,9 @@ from edl.protocol.tls import CredentialFiles
 
 
 class HostCheck:
-    """Checks whether the name in a Host header is this server's.
+    """Checks whether the name in a Host header is this server's, or one of those `allowed`, with or without a port.
 
-    Args:
-        local: Whether the server listens only on a loopback address.
-        allowed: More allowed names, with or without a port.
+    `local` says that the server listens only on a loopback address.
     """
 
     def __init__(self, local: bool, allowed: Iterable[str] = ()) -> None:

@@ -56,17 +56,9 @@ class HealthChecks:
 
 
 class HealthServer:
-    """Answers `/livez`, `/readyz` and `/metrics` over HTTP until `close`.
+    """Answers `/livez`, `/readyz` and `/metrics` over HTTP until `close`; `api` is a WSGI application below `/v2`.
 
-    Args:
-        host: Name or address (IPv4 or IPv6) to listen on.
-        port: 0 for a free port.
-        registry: The metrics to serve.
-        checks: Checks for the other two paths.
-        api: A WSGI application for the paths below `/v2`; None for none.
-
-    Raises:
-        SettingsError: It cannot listen on the address.
+    Port 0 is a free port. Raises SettingsError if it cannot listen on the address.
     """
 
     def __init__(

@@ -130,12 +130,7 @@ class AppServer(abc.ABC):
         """Create the application, await `run_app`, and clean up. Runs in the thread."""
 
     def start(self) -> None:
-        """Start to listen. May be called once.
-
-        Raises:
-            ClosedError: it was already started.
-            SettingsError: it cannot listen on the address.
-        """
+        """Start to listen, once; raise SettingsError if it cannot listen on the address."""
         if self._running is not None:
             raise ClosedError("a server that was started before cannot be restarted: create a new one")
         self._loop = asyncio.new_event_loop()
@@ -174,14 +169,11 @@ class AppServer(abc.ABC):
     async def run_app(
         self, app: web.Application, ending: Callable[[], Awaitable[None]] | None = None, *, answers_late: bool = False
     ) -> None:
-        """Serve an application until `close`.
+        """Serve an application until `close`, and await `ending` before open connections are closed.
 
-        Args:
-            app: The application.
-            ending: Awaited after the server stops accepting connections, before open ones are closed.
-            answers_late: Whether a response may take long: then a connection counts as having sent a request from the
-                request's head on, and its handler is cancelled if the client disconnects; otherwise it counts from
-                the response on.
+        `answers_late` says that a response may take long: then a connection counts as having sent a request from the
+        request's head on, and its handler is cancelled if the client disconnects; otherwise it counts from the response
+        on.
         """
         requests = _RequestRecord()
         if answers_late:

@@ -41,7 +41,7 @@ from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.discovery import Store
 from edl.discovery.store import check_key
-from edl.discovery.urls import KUBERNETES_GONE
+from edl.discovery.store_url import KUBERNETES_GONE
 from edl.errors import (
     ClosedError,
     DiscoveryError,

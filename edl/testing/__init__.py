@@ -2,8 +2,6 @@
 
 `LocalTeacher` is a real `edl serve` process that you can kill, pause and drain. `edl.testing.models` has models for it
 that need no training, take a configurable time, show which row an answer belongs to, and can misbehave.
-
-What does not belong here: fakes of EDL's own parts.
 """
 
 from __future__ import annotations

@@ -26,12 +26,10 @@ _PRIME = 2039  # the largest below 2048: every remainder is exact in float16 as 
 
 
 class Model:
-    """A function over arrays that takes a given time; see the module for the options.
+    """A function over arrays that takes a given time, its own included; see the module for the options.
 
-    Args:
-        function: computes the outputs; the time that it takes counts.
-        inputs, outputs: tensors as text, for example `"x:float32[4]"`.
-        sequence_input: the input that is 0 at the start of a sequence; None if rows are independent.
+    `inputs` and `outputs` are tensors as text, such as `"x:float32[4]"`. `sequence_input` is the input that is 0 at the
+    start of a sequence; None if rows are independent.
     """
 
     def __init__(
@@ -63,10 +61,7 @@ class Model:
 
     @property
     def inline(self) -> bool:
-        """Whether it takes only microseconds, so that the server need not use a thread.
-
-        A server refuses this for models of sequences.
-        """
+        """Whether it takes microseconds, so that the server needs no thread. Never for sequences: servers refuse it."""
         return self.sequence_input is None and self._delay_s == self._row_s == 0
 
     def __call__(self, inputs: Arrays) -> Arrays:
@@ -87,15 +82,7 @@ class Model:
 def zeros(
     classes: int = 1000, shape: Sequence[int] = (3, 224, 224), dtype: str = "uint8", name: str = "image", **options: Any
 ) -> Model:
-    """Map any `name` [rows, *shape] to zeros `logits` FP32 [rows, classes]: a teacher that costs nothing.
-
-    Args:
-        classes: of the logits.
-        shape: of an input's row.
-        dtype: of the input, numpy's name.
-        name: of the input.
-        **options: of `Model`.
-    """
+    """Map any `name` [rows, *shape] to zeros `logits` FP32 [rows, classes]: a teacher that costs nothing."""
     kept: dict[int, Arrays] = {}
 
     def answer(inputs: Arrays) -> Arrays:
@@ -144,27 +131,26 @@ def fingerprint_of(rows: Array, classes: int = 10) -> Array:
     """Return what `fingerprint` answers: whole numbers below 2039, made from all bytes of a row.
 
     Two rows that differ agree in all classes with a chance of about 2039 to the power of -min(classes, 5), and the
-    numbers are exact in FP32 and FP16: a label of a different input is noticed.
-
-    Args:
-        rows: [rows, ...], of any numeric dtype.
-        classes: numbers per row.
-
-    Returns:
-        FP32 [rows, classes].
+    numbers are exact in FP32 and FP16: a label of a different input is noticed. `rows` is [rows, ...] of any numeric
+    dtype, the answer FP32 [rows, classes].
     """
     data = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
     if data.shape[1] % 8 == 0:
         data = data.view(np.uint64)
-    # Odd multipliers, so that every bit counts. Sums wrap around at 2**64, as unsigned integers of numpy do.
-    factors = np.random.default_rng(2039).integers(1 << 63, size=data.shape[1], dtype=np.uint64) * np.uint64(
-        2
-    ) + np.uint64(1)
-    sums = np.einsum("rb,b->r", data, factors, dtype=np.uint64, casting="safe")
-    classed = np.random.default_rng(9302).integers(1 << 63, size=classes, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    mixed = (sums[:, None] * classed) >> np.uint64(32)
-    answer: Array = (mixed % np.uint64(_PRIME)).astype(np.float32)
-    return answer
+    sums = np.einsum("rb,b->r", data, _factors(2039, data.shape[1]), dtype=np.uint64, casting="safe")
+    return _mixed(sums, classes)
+
+
+def _factors(seed: int, count: int) -> Array:
+    """Odd, so that every bit counts. Sums of products wrap around at 2**64, as unsigned integers of numpy do."""
+    drawn: Array = np.random.default_rng(seed).integers(1 << 63, size=count, dtype=np.uint64)
+    return drawn * np.uint64(2) + np.uint64(1)
+
+
+def _mixed(sums: Array, count: int) -> Array:
+    """Make `count` whole numbers below 2039 of each sum, FP32."""
+    mixed: Array = (sums[:, None] * _factors(9302, count)) >> np.uint64(32)
+    return (mixed % np.uint64(_PRIME)).astype(np.float32)
 
 
 def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) -> Model:
@@ -173,11 +159,6 @@ def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) 
     As in a language model, a row's answer depends on all tokens of its sequence up to it, so a split or shifted
     sequence is noticed. The model declares that its rows belong to sequences (`sequence_input`), so batches must have
     whole sequences.
-
-    Args:
-        vocabulary: numbers for a row.
-        name: of the output.
-        **options: of `Model`.
     """
 
     def answer(inputs: Arrays) -> Arrays:
@@ -199,25 +180,12 @@ def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) 
 
 
 def prefix_scores_of(ids: Array, vocabulary: int = 16) -> Array:
-    """Return what `prefix_scores` answers for a sequence: numbers from -15.9 to 0, exact in FP32.
-
-    Args:
-        ids: [tokens], whole numbers.
-        vocabulary: numbers for a row.
-
-    Returns:
-        FP32 [tokens, vocabulary].
-    """
+    """Return what `prefix_scores` answers for the ids of a sequence: FP32 [tokens, vocabulary] from -15.9 to 0."""
     tokens = np.asarray(ids, np.int64).astype(np.uint64) + np.uint64(1)
     steps = np.arange(1, len(tokens) + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):  # sums wrap around at 2**64
         prefixes = np.cumsum(tokens * (steps * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)), dtype=np.uint64)
-        factors = np.random.default_rng(9302).integers(1 << 63, size=vocabulary, dtype=np.uint64) * np.uint64(
-            2
-        ) + np.uint64(1)
-        mixed = (prefixes[:, None] * factors) >> np.uint64(32)
-    answer: Array = ((mixed % np.uint64(_PRIME)).astype(np.float32)) / np.float32(-128)
-    return answer
+    return _mixed(prefixes, vocabulary) / np.float32(-128)
 
 
 def nan(width: int = 4, **options: Any) -> Model:
@@ -254,13 +222,7 @@ def _faulty(
 ) -> Model:
     """Return a model that echoes, and misbehaves when all of these conditions hold.
 
-    Args:
-        spoil: turns a right answer into a wrong one.
-        width: numbers per row.
-        every: only once per this many batches.
-        while_exists: only while a file of this name exists.
-        above: only if a row begins with a larger number.
-        **options: of `Model`.
+    They are: once per `every` batches, while the file `while_exists` exists, and if a row begins with a number `above`.
     """
     batches = 0
 

@@ -140,7 +140,7 @@ class LocalTeacher:
         """Wait until the teacher serves and is registered.
 
         Args:
-            timeout_s: how many seconds that may take; None for the constructor's `timeout_s`.
+            timeout_s: seconds that this may take; None for the constructor's `timeout_s`.
 
         Raises:
             EDLError: The teacher ended, or `timeout_s` passed.
@@ -228,7 +228,7 @@ class LocalTeacher:
 
 
 def _without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a student's CA would have its teacher look for a certificate."""
+    """Leave out a student's credentials: with its CA, the teacher would look for a certificate."""
     return {key: value for key, value in environ.items() if not key.startswith(("EDL_TLS_", "EDL_TOKEN"))}
 
 

@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from edl.background import BackgroundLoop
 from edl.discovery.served.addresses import outward_address
-from edl.discovery.urls import servers_of
+from edl.discovery.store_url import servers_of
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.protocol.tls import CredentialFiles

@@ -39,15 +39,9 @@ class StoreHost(Resource):
 
     The store's file is in this host's memory, so it outlives the process that serves it, but not the host. The
     serving process holds a lock, which the kernel releases when the process ends. Clients find the next server on
-    the same port, with their leases intact.
+    the same port, with their leases intact. `began` is called when this process begins to serve.
 
-    Args:
-        address: Where to listen; the port names the store on this host.
-        files: Certificates and tokens; None for neither.
-        began: Called when this process begins to serve.
-
-    Raises:
-        SettingsError: This host cannot serve there at all.
+    Raises SettingsError if this host cannot serve there at all.
     """
 
     def __init__(
@@ -81,12 +75,9 @@ class StoreHost(Resource):
     def leave(self, say: Callable[[str], None], patience_s: float) -> None:
         """Stop serving as soon as no client is left, or another process of this host continues.
 
-        Remaining clients would lose the store, and with it their job. The last process removes the file, unless
-        keys that begin with `KEPT` say that clients will need it: then it waits for them, and leaves the file.
-
-        Args:
-            say: Called with a line if this takes long.
-            patience_s: Seconds to wait for clients that stored such keys.
+        Remaining clients would lose the store, and with it their job; `say` is called with a line if this takes long.
+        The last process removes the file, unless keys that begin with `KEPT` say that clients will need it: then it
+        waits `patience_s` for them, and leaves the file.
         """
         self._background.close()
         began = time.monotonic()
@@ -190,11 +181,7 @@ class StoreHost(Resource):
 
 
 class FileLock:
-    """A lock on a file, which the kernel releases when this process ends. Its holder may remove the file.
-
-    Args:
-        path: The file, created if missing. It may say who holds the lock.
-    """
+    """A lock on a file, created if missing, which the kernel releases when this process ends. Holders may remove it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

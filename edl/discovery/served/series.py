@@ -1,11 +1,8 @@
 """Metrics of the last hours, in the memory of the process that serves a store: a ring of points per series.
 
-A store keeps no history, so after an incident nobody could see how many rows the teachers computed before it, unless
-Prometheus or an open browser had recorded them. Here a series has a point every 10 s for 4 h. It is forgotten 4 h after
-the last point of its job or service, or when there are too many series.
-
-A point has at most 16 numbers of 8 bytes, so a series takes at most 200 KB, and all of them 50 MB; a typical job takes
-150 KB and a service 60 KB. The recorder defines what the numbers mean.
+They show what happened before an incident, without Prometheus. A series has a point every 10 s for 4 h, and is
+forgotten 4 h after its last point, or when there are too many. A point has at most 16 numbers of 8 bytes, so a series
+takes at most 200 KB, and all of them 50 MB. The recorder defines what the numbers mean.
 """
 
 from __future__ import annotations
@@ -30,11 +27,7 @@ _MOST_FIELDS: Final = 15
 
 
 class SeriesRings:
-    """The rings, by the name of their series. Thread-safe.
-
-    Args:
-        clock: Returns the wall clock in seconds.
-    """
+    """The rings, by the name of their series. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -67,19 +67,12 @@ Context = Any
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """Limits that keep a runaway client from filling the server's memory.
+    """Limits that keep a runaway client from filling the server's memory."""
 
-    Attributes:
-        keys: Number of keys. A job has about ten, and two for every node; a teacher has two.
-        nbytes: Total size of all values. An agent's file is in memory, of which containers often have 64 MB.
-        leases: Number of leases. A node has one, a teacher two.
-        watches: Number of watches. A node has two.
-    """
-
-    keys: int = 20_000
-    nbytes: int = 32 << 20
-    leases: int = 10_000
-    watches: int = 10_000
+    keys: int = 20_000  # a job has about ten, and two for every node; a teacher has two
+    nbytes: int = 32 << 20  # of all values; an agent's file is in memory, of which containers often have 64 MB
+    leases: int = 10_000  # a node has one, a teacher two
+    watches: int = 10_000  # a node has two
 
 
 class StoreServicer:
@@ -314,13 +307,7 @@ _CODES: Final = {
 class StoreServer(Resource):
     """Serves the store in a file until closed. Other processes may use the file, but only one may serve it.
 
-    Args:
-        path: The SQLite file, created if missing.
-        address: Where to listen.
-        files: Certificates and tokens; None for neither.
-        limits: Limits beyond which writes are refused.
-        sample: Called about every 10 s, in its own thread, for the metrics that the server keeps for some hours.
-            None: the server keeps none.
+    `sample` is called about every 10 s, in its own thread, for the metrics that the server keeps for some hours.
 
     Raises:
         PortTakenError: Another program is listening there.

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
-from urllib.parse import SplitResult
 
 from google.protobuf.message import Message
 from typing_extensions import override
 
 from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
+from edl.discovery.store_url import StoreUrl
 from edl.discovery.watching import Follower
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
@@ -19,7 +19,7 @@ from edl.protocol.channel import Metadata, call_metadata, channel
 from edl.protocol.tls import CredentialFiles, explain_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import shown
-from edl.resource import CallThread, Resource
+from edl.resource import Resource
 from edl.settings import Credentials
 
 R = TypeVar("R", bound=Message)
@@ -54,20 +54,13 @@ def store_credentials(credentials: Credentials) -> Credentials:
 
 @dataclass(frozen=True)
 class ServedTarget:
-    """A served store as a client sees it.
-
-    Attributes:
-        host, port: Address of the server.
-        timeout_s: Seconds that a call may take.
-        credentials: Mutual TLS, tokens, or neither.
-        offered: All credentials of this side; `credentials` omits an incomplete set for mutual TLS.
-    """
+    """A served store as a client sees it; calls may take `timeout_s`."""
 
     host: str
     port: int
     timeout_s: float
-    credentials: Credentials = field(default_factory=Credentials)
-    offered: Credentials = field(default_factory=Credentials)
+    credentials: Credentials = field(default_factory=Credentials)  # mutual TLS, tokens, or neither
+    offered: Credentials = field(default_factory=Credentials)  # also an incomplete set for mutual TLS
 
     def __str__(self) -> str:
         return f"the store at {self.endpoint}"
@@ -78,30 +71,11 @@ class ServedTarget:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @classmethod
-    def of(cls, parts: SplitResult, timeout_s: float, credentials: Credentials | None = None) -> ServedTarget:
-        """Return the target for a split URL; `credentials` default to those of the environment.
-
-        The message of a `SettingsError` never contains a password or query.
-        """
-        where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        if "@" in parts.netloc:
-            raise SettingsError(
-                f"{where}: a password does not belong in a URL; name a file of tokens in EDL_TOKEN_FILE"
-            )
-        if parts.path not in ("", "/") or parts.query or parts.fragment:
-            raise SettingsError(
-                f"{where}{parts.path}: expected only a host and a port; did you mean {where.rpartition(' ')[2]}?"
-            )
-        try:
-            port = DEFAULT_PORT if parts.port is None else parts.port
-        except ValueError as exc:
-            raise SettingsError(f"{where}: {exc}") from exc
-        if not parts.hostname:
-            raise SettingsError(f"{where}: the host is missing; expected edl://host:{DEFAULT_PORT}")
-        if port == 0:
-            raise SettingsError(f"{where}: expected a port from 1 to 65535")
+    def of(cls, url: StoreUrl, timeout_s: float, credentials: Credentials | None = None) -> ServedTarget:
+        """Return the target for a URL; `credentials` default to those of the environment."""
+        ((host, port),) = url.servers
         offered = Credentials.of() if credentials is None else credentials
-        return cls(parts.hostname, port, timeout_s, store_credentials(offered), offered)
+        return cls(host, port or DEFAULT_PORT, timeout_s, store_credentials(offered), offered)
 
 
 class StoreRefusalError(DiscoveryError):
@@ -127,20 +101,10 @@ class StoreClient(Resource):
         self._answered = False
         self._version = self._material_version
         self._channel = channel(target.endpoint, self._files, _OPTIONS)
-        self._calls = self._own(CallThread("edl-store-calls"))
 
     def call(self, method: str, request: Message, reply: type[R], timeout_s: float | None = None) -> R:
         """Make a unary call."""
         self._check()
-        return self._calls.run(lambda: self._call_here(method, request, reply, timeout_s))
-
-    def gather(self, method: str, request: Message, reply: type[R]) -> list[R]:
-        """Make a call whose answer is a stream of messages, and wait for the last one."""
-        self._check()
-        timeout_s = self.target.timeout_s
-        return self._calls.run(lambda: list(self.replies(self._stream(method, request, reply, timeout_s))))
-
-    def _call_here(self, method: str, request: Message, reply: type[R], timeout_s: float | None) -> R:
         try:
             path = f"/{SERVICE}/{method}"
             made: Any = self._current().unary_unary(path, _serialize, reply.FromString)
@@ -152,8 +116,13 @@ class StoreClient(Resource):
         self._answered = True
         return answer
 
+    def gather(self, method: str, request: Message, reply: type[R]) -> list[R]:
+        """Make a call whose answer is a stream of messages, and wait for the last one."""
+        self._check()
+        return list(self.replies(self._stream(method, request, reply, self.target.timeout_s)))
+
     def watch(self, prefix: str, timeout_s: float | None = None) -> Any:
-        """Return a gRPC call that follows a prefix until it is cancelled. Not for the main thread."""
+        """Return a gRPC call that follows a prefix until it is cancelled."""
         self._check()
         return self._stream("Watch", messages.WatchRequest(prefix=prefix), messages.WatchReply, timeout_s)
 

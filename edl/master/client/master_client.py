@@ -40,7 +40,7 @@ from edl.protocol.channel import call_metadata, channel, is_forked_from_grpc
 from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
-from edl.resource import CallThread, Resource
+from edl.resource import Resource
 from edl.settings import Credentials, DiscoverySettings, is_above_zero
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class NotCreatedError(NoMasterError):
 class MasterConnection(Resource):
     """A channel to the master at `endpoint`, a `host:port`.
 
-    Not for the main thread, which signal handlers interrupt (`CallThread`). Call `exchange` from one thread only;
-    closing the connection ends all calls in flight. SettingsError if a token would cross the network unencrypted.
+    Call `exchange` from one thread only; closing the connection ends all calls in flight. SettingsError if a token
+    would cross the network unencrypted.
     """
 
     def __init__(self, endpoint: str, files: CredentialFiles | None) -> None:
@@ -267,12 +267,11 @@ class MasterClient(Resource):
         elif endpoint is None:
             self._store = self._own(open_store(DiscoverySettings.of(store).url, credentials=credentials))
         self._wait = MasterWait(job, timeout_s)
-        self._using = threading.Lock()  # never held by the main thread, which signal handlers interrupt
+        self._using = threading.Lock()
         self._connection: MasterConnection | None = None
         self._changed = Notifier()
         self.restored: Final = Counter[str]()
         """How often this client has reset a data set: its readers then drop their prefetched shards at once."""
-        self._calls = self._own(CallThread("edl-master-calls"))
 
     def create_dataset(self, name: str, dataset: Dataset | messages.DatasetSpec) -> messages.DatasetSpec:
         """Create a data set for the master to hand out. Does nothing if the same data set exists.
@@ -398,7 +397,7 @@ class MasterClient(Resource):
         return found
 
     def connect(self) -> MasterConnection:
-        """Return a connection to the leading master; the caller closes it. Not for the main thread.
+        """Return a connection to the leading master; the caller closes it.
 
         Raises:
             NoMasterError: No master answers.
@@ -450,11 +449,8 @@ class MasterClient(Resource):
         return self._endpoint
 
     def _call(self, method: str, request: Message, reply: type[R]) -> R:
-        self._check()
-        return self._calls.run(lambda: self._insist(method, request, reply))
-
-    def _insist(self, method: str, request: Message, reply: type[R]) -> R:
         """Retry until a master answers. Every request is safe to repeat."""
+        self._check()
         begun = time.monotonic()
         with self._using:
             while True:

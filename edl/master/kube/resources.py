@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from edl.discovery.urls import find_mistake, identify_store
+from edl.discovery.store_url import find_mistake, identify_store
 from edl.kube.objects import read_time
 from edl.kube.resource_types import ELASTIC_JOBS, TEACHER_POOLS, ResourceType
 from edl.quoting import did_you_mean, quote, shown

@@ -32,7 +32,7 @@ from edl.datasets import same_data
 from edl.discovery import Store, open_store
 from edl.discovery.served.addresses import ListenAddress, is_loopback, outward_address
 from edl.discovery.store import Election
-from edl.discovery.urls import servers_of
+from edl.discovery.store_url import servers_of
 from edl.errors import (
     ClosedError,
     ConflictError,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -11,39 +10,37 @@ from edl.discovery import open_registry, open_store
 from edl.discovery.consul_client import ConsulTarget
 from edl.discovery.etcd import EtcdTarget
 from edl.discovery.served.store import store_credentials
-from edl.discovery.urls import identify_store, servers_of
+from edl.discovery.store_url import StoreUrl, identify_store, servers_of
 from edl.errors import SettingsError
 from edl.settings import Credentials
 
 
 def members(url: str, **environ: str) -> EtcdTarget:
-    return EtcdTarget.of(urlsplit(url), 5.0, environ)
+    return EtcdTarget.of(StoreUrl.parse(url), 5.0, environ)
 
 
 def target(url: str, **environ: str) -> ConsulTarget:
-    return ConsulTarget.of(urlsplit(url), 5.0, environ)
+    return ConsulTarget.of(StoreUrl.parse(url), 5.0, environ)
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("", "unknown scheme ''"),
+        ("", "the scheme is missing"),
         ("zookeeper://host:2181", "unknown scheme 'zookeeper'"),
         ("consul://[::1", "Invalid IPv6"),
         ("sqlite:relative.sqlite", "not the absolute path"),
         ("sqlite:///a/b/", "not the absolute path"),
         ("sqlite:///a?b", "a path may follow sqlite:///"),
-        ("consul://", "the host is missing"),
-        ("consul://host:8500/folder", "a host, a port"),
-        ("consul://host:8500?datacenter=x", "unknown or empty option datacenter"),
-        ("etcd://a:2379,,b:2379", "a host is missing"),
-        ("etcd://host:2379/folder", "expected only hosts and ports"),
-        ("etcd://host:2379?timeout=3", "expected only hosts and ports"),
+        ("consul://", "a host is missing"),
+        ("consul://host:8500/folder", "expected only consul://host:8500, with at most ?dc=NAME"),
+        ("consul://host:8500?datacenter=x", "expected only consul://"),
+        ("etcd://a:2379,,b:2379", "has no host"),
+        ("etcd://host:2379?timeout=3", "expected only etcd://host:2379,host2:2379"),
         ("kubernetes://lab?context=a", "such as edl://edl-store.edl:29400"),
-        ("edl://", "the host is missing"),
         ("edl://host:port", "Port could not be cast"),
         ("edl://host:0", "a port from 1"),
-        ("edl://host/folder", "a host and a port"),
+        ("edl://host/folder", "expected only edl://host:29400"),
     ],
 )
 def test_an_unusable_url_is_named(url: str, message: str) -> None:

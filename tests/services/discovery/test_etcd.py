@@ -53,11 +53,11 @@ def test_watch_of_lost_revisions_returns(etcd_server: EtcdServer, store: Store, 
 
 def test_deleted_keys_are_registered_again(etcd_server: EtcdServer, registry: Registry, service: str) -> None:
     """And what others put there, which no service can be named, is left out."""
-    for key in (f"edl/registry/{service} odd/records/claim/a", "edl/registry//records/claim/a"):
+    for key in (f"edl/store/registry/{service} odd/records/claim/a", "edl/store/registry//records/claim/a"):
         etcd_server.ctl("put", key, "{}")
     with registry.register(teacher(service), 0.6):
         for kind in ("records", "alive"):
-            etcd_server.ctl("del", "--prefix", f"edl/registry/{service}/{kind}/")
+            etcd_server.ctl("del", "--prefix", f"edl/store/registry/{service}/{kind}/")
             wait_until(lambda: registry.snapshot(service) == Snapshot(service, (teacher(service),)))
         for name in registry.services():
             registry.snapshot(name)

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from edl.discovery.served.addresses import ListenAddress, is_loopback, is_own_host
 from edl.discovery.served.store import DEFAULT_PORT
-from edl.discovery.urls import servers_of
+from edl.discovery.store_url import servers_of
 from edl.errors import SettingsError
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from edl.discovery.urls import KUBERNETES_GONE, identify_server, identify_store
+from edl.discovery.store_url import KUBERNETES_GONE, identify_server, identify_store
 from edl.errors import SettingsError
 from edl.kube.settings import KubeSettings
 from edl.master.kube.members.pod_policy import PodPolicy

@@ -18,7 +18,7 @@ from typing import Any, Final
 from edl.background import BackgroundLoop, start_call
 from edl.discovery import Store, open_store
 from edl.discovery.store import Entry, StoreSnapshot, StoreWatch
-from edl.discovery.urls import identify_store
+from edl.discovery.store_url import identify_store
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.load_reporting.wanted import WantedKind, parse_wanted, wanted_key
 from edl.master.kube.observation import StoreAnswer, WorkProgress

@@ -134,8 +134,8 @@ class EtcdBackend(Backend):
         self.url = server.url
 
     def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
-        claim, folder = secrets.token_hex(8), f"edl/registry/{service}"
-        self.server.ctl("put", f"{folder}/records/{claim}/{name}", stdin=_record(fields))
+        claim, folder = secrets.token_hex(8), f"edl/store/registry/{service}"
+        self.server.ctl("put", f"{folder}/records/{claim}", stdin=_record(name, fields))
         self.server.ctl("put", f"{folder}/alive/{claim}", stdin="yes")
 
     def break_it(self) -> None:
@@ -150,8 +150,8 @@ def _put_instance(url: str, service: str, name: str, fields: Mapping[str, Any]) 
     claim, folder = secrets.token_hex(8), f"registry/{service}"
     with open_store(url, timeout_s=60.0) as store:
         store.put(f"{folder}/alive/{claim}", b"")
-        store.put(f"{folder}/records/{claim}/{name}", _record(fields).encode())
+        store.put(f"{folder}/records/{claim}", _record(name, fields).encode())
 
 
-def _record(fields: Mapping[str, Any]) -> str:
-    return json.dumps({"address": "127.0.0.1", "port": 9000, **fields})
+def _record(name: str, fields: Mapping[str, Any]) -> str:
+    return json.dumps({"id": name, "address": "127.0.0.1", "port": 9000, **fields})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -187,10 +186,3 @@ def test_no_cancellation_is_lost(timeout_s: float) -> None:
         return task.cancelled()
 
     assert all(asyncio.run(run(turns)) for turns in range(8))
-
-
-def test_waits_leave_random_alone() -> None:
-    """A program that has seeded `random` gets the same numbers, whatever EDL's threads wait for."""
-    state = random.getstate()
-    Backoff(1.0, 8.0, jitter=0.5).next_wait_s()
-    assert random.getstate() == state

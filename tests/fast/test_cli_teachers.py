@@ -89,11 +89,3 @@ def test_watching_all_notices_a_new_one(registry: Registry, url: str) -> None:
         with registry.register(second, LONG_S):
             assert json.loads(wait_for("second"))["kind"] == "joined"
         assert json.loads(wait_for("left"))["service"] == "second"
-
-
-@pytest.mark.parametrize("url", ["nonsense", "redis://localhost", "sqlite:///dev/null/not/a/folder"])
-def test_impossible_registry_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["teachers", "--discovery", url]) in (1, 2)
-    error = capsys.readouterr().err
-    assert error.startswith("edl teachers: ")
-    assert error.count("\n") == 1

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.log_output import plain_log_to_stderr
-from edl.quoting import listed, quote, shown
+from edl.quoting import quote, shown
 
 
 @pytest.fixture
@@ -69,9 +69,3 @@ def test_whatever_it_was_it_is_fit(value: object, limit: int) -> None:
     for words in (shown(value, limit), quote(value, limit)):
         assert words.isprintable()
         assert len(words) <= 2 * limit + 10
-
-
-def test_many_names_are_counted() -> None:
-    assert listed([f"t{number}" for number in range(200)], 2) == "t0, t1, and 198 more"
-    assert listed(["a\nb"]) == r"a\nb"
-    assert listed([]) == ""

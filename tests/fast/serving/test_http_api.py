@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -82,7 +84,6 @@ def test_triton_client(server: Inside) -> None:
         (tensor(datatype="INT32"), {}, 400, "not all of its data are INT32"),
         (tensor(data=[1e40] * 8), {}, 400, "FP32 cannot hold"),
         (tensor(data=[1.0, True] * 4), {}, 400, "not all of its data are FP32"),
-        (tensor(shape=[True, 8]), {}, 400, "whole numbers"),
         (tensor(shape=[3, 4]), {}, 400, "takes 48 bytes"),
         (tensor(name="z"), {}, 400, "'z'"),
         (tensor(parameters={"binary_data_size": 32}), {}, 400, "0 bytes are left"),
@@ -92,7 +93,6 @@ def test_triton_client(server: Inside) -> None:
         (tensor(parameters={"binary_data_size": "0"}), {}, 400, "binary_data_size='0'"),
         (tensor(), {"Inference-Header-Content-Length": "9" * 9}, 400, "is 999,999,999, and Content-Length"),
         (b" " * (5 << 20), {}, 400, "at most 4,194,304"),
-        (tensor(), {"Transfer-Encoding": "chunked"}, 400, "chunked bodies are not accepted"),
         (tensor(), {"Origin": "http://evil.example"}, 403, "web pages"),
         (tensor(), {"Host": "rebound.example"}, 403, "names other than localhost"),
         (tensor(), {"Content-Encoding": "gzip"}, 400, "Content-Encoding"),
@@ -101,6 +101,17 @@ def test_triton_client(server: Inside) -> None:
 def test_refusals(server: Inside, body: Any, headers: dict[str, str], status: int, words: str) -> None:
     found, error = ask(server, "/v2/models/m/infer", body, **headers)
     assert (found, words in error) == (status, True), error
+
+
+def test_chunked_bodies_are_refused(server: Inside) -> None:
+    """By the head alone, without the body, which a client could not finish to send."""
+    port = server.server.metrics_port
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)) as connection:
+        connection.putrequest("POST", "/v2/models/m/infer")
+        connection.putheader("Transfer-Encoding", "chunked")
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert (answer.status, b"chunked bodies are not accepted" in answer.read()) == (400, True)
 
 
 def test_unreadable_requests_get_json(server: Inside) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.discovery import Registry, Snapshot, Store, etcd, open_registry, open_store
+from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
 from edl.discovery.etcd import EtcdClient, EtcdTarget
 from edl.discovery.store import Lease
 from edl.errors import LeaseLostError, SettingsError
@@ -98,17 +98,6 @@ def test_full_etcd_keeps_who_is_there(tmp_path: Path, service: str) -> None:
         assert (registration.error, lease.lost, store.get(entry.key)) == ("", False, entry)
         assert registry.snapshot(service) == Snapshot(service, (teacher(service),))
         assert store.delete(f"{service}/b")
-
-
-def test_too_large_an_answer_is_an_error(
-    etcd_server: EtcdServer, store: Store, service: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(20):
-        store.put(f"{service}/{number}", b"x" * 256 * 1024)
-    assert len(store.list(f"{service}/")) == 20, "5 MiB, more than gRPC takes unless it is told to"
-    monkeypatch.setattr(etcd, "_MOST_BYTES", 1_000_000)
-    with open_store(etcd_server.url) as small:
-        assert "larger than max" in refusal(lambda: small.list(f"{service}/"))
 
 
 # Members

@@ -5,10 +5,8 @@ One vLLM serves all tests of this file, since it takes a minute to start; the la
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,6 @@ from edl.distill import DistillReader, Options, Scorer
 from edl.distill.compress import TopK
 from edl.protocol import names
 from edl.testing import LocalTeacher
-from edl_serving.gateway.backend import EngineHealth, GatewayBackend
-from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint
-from edl_serving.gateway.engine import EngineAccess, EngineAddress, find_facts
 from tests.fast.serving.gateway.conftest import Gateways, ask
 from tests.plugins_vllm import MODEL, VllmServer
 from tests.waiting import wait_until
@@ -119,28 +114,6 @@ def test_three_agree(endpoint: str, teachers: dict[str, LocalTeacher], oracle: A
                 check(labels, oracle(tokens))
                 right = np.take_along_axis(oracle(tokens), part, -1)
                 np.testing.assert_allclose(values, right, rtol=0, atol=1e-4, err_msg=name)
-
-
-@pytest.mark.parametrize("kind", [CompletionsEndpoint, GenerateEndpoint])
-def test_both_endpoints(vllm: VllmServer, oracle: Any, kind: Any) -> None:
-    engine = EngineAccess(EngineAddress("vllm", "127.0.0.1", vllm.port))
-    facts = asyncio.run(find_facts(engine, "tiny", True, K, 60.0))
-    if kind is CompletionsEndpoint:  # which does not tell the version of the weights
-        facts = replace(facts, probe=replace(facts.probe, weight_version=""))
-    facts = replace(facts, endpoint=kind())
-    health = EngineHealth(engine, facts, K, 1.0, 60.0, 3)
-    backend = GatewayBackend(health, "r1")
-    try:
-        (tokens,) = sequences_of(40, seed=3)
-        inputs = {"ids": np.array(tokens, np.int32), "position": np.arange(40, dtype=np.int32)}
-        inputs["targets"] = np.array([*tokens[1:], 9], np.int32)[:, None]
-        answers = backend.predict_top_k(inputs, K, 1.0)
-        check(TopK(*answers["logprobs"]), oracle(tokens))
-        right = np.take_along_axis(oracle(tokens), inputs["targets"], -1)
-        np.testing.assert_allclose(answers["target_logprobs"], right, rtol=0, atol=1e-4)
-    finally:
-        backend.close()
-        health.close()
 
 
 def test_what_is_refused(vllm: VllmServer, gateways: Gateways, endpoint: str) -> None:

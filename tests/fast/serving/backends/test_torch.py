@@ -23,7 +23,6 @@ from edl_serving.backends.torch import TorchBackend
 from tests.fast.serving.backends.conftest import Saved
 from tests.fast.serving.backends.models import HERE, expected, factory, trained
 from tests.fast.serving.conftest import StartInside
-from tests.fast.serving.fakes import FakeBackend
 
 X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
@@ -195,13 +194,6 @@ def test_common_checkpoints_are_read(wrap: str, tmp_path: Path, saved: Saved) ->
     assert opened.version == other.version, "that of the weights, whatever file they come in"
 
 
-def test_other_factories_are_named() -> None:
-    with pytest.raises(SettingsError, match=r"returned tuple, not a torch\.nn\.Module"):
-        open_backends(ModelSource("torch-factory", f"{HERE}weights", inputs=("x:float32[4]",), options={"seed": 1}))
-    with pytest.raises(SettingsError, match="does not take these options: got an unexpected keyword argument 'y'"):
-        open_backends(ModelSource("torch-factory", f"{HERE}module", options={"y": 1}))
-
-
 def test_exported_programs_named_outputs(tmp_path: Path) -> None:
     class Two(nn.Module):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -264,14 +256,6 @@ def test_attributes_describe_a_callable() -> None:
     assert CallableBackend(model, ["x:float16[2]"], ["y:float16[2]"]).inputs[0].datatype == "FP16"
 
 
-def test_sample_gives_inputs_and_outputs(tmp_path: Path) -> None:
-    np.savez(tmp_path / "batch.npz", x=np.ones((5, 4), np.float32))
-    source = ModelSource("callable", f"{HERE}predict", sample=str(tmp_path / "batch.npz"))
-    (backend,) = open_backends(source)
-    assert backend.inputs == (TensorSpec("x", "FP32", (4,)),)
-    assert backend.outputs == (TensorSpec("logits", "FP32", (3,)),)
-
-
 def test_samples_that_are_no_batches(tmp_path: Path) -> None:
     path = tmp_path / "batch.npz"
     source = ModelSource("callable", f"{HERE}predict", sample=str(path))
@@ -286,22 +270,6 @@ def test_samples_that_are_no_batches(tmp_path: Path) -> None:
     path.write_bytes(b"PK garbage")
     with pytest.raises(SettingsError, match=r"not an \.npz file"):
         open_backends(source)
-
-
-class Own(FakeBackend):
-    """A backend of the user's."""
-
-    def __init__(self, rows: int = 0) -> None:
-        super().__init__()
-        self.rows = rows
-
-
-def test_factory_returns_a_backend() -> None:
-    (backend,) = open_backends(ModelSource("factory", f"{__name__}:Own", options={"rows": 3}))
-    assert isinstance(backend, Own)
-    assert backend.rows == 3
-    with pytest.raises(SettingsError, match="--input does not apply to a factory that returns a Backend"):
-        open_backends(ModelSource("factory", f"{__name__}:Own", inputs=("x:float32",)))
 
 
 TORCH = """

@@ -83,10 +83,8 @@ def tell(of: Any, name: str, value: int | str) -> None:
         (lambda h: h.inputs.add(name="x"), ["'x'", "twice"]),
         (lambda h: setattr(h.inputs[1], "datatype", "FP64"), ["'x'", "FP32", "'FP64'"]),
         (lambda h: h.inputs[1].shape.append(1), ["'x'", "[2, 3, 1]", "[-1, -1]"]),
-        (lambda h: h.inputs[1].ClearField("shape"), ["'x'", "[]"]),
         (lambda h: h.inputs[1].shape.__setitem__(1, 0), ["'x'", "[2, 0]"]),
         (lambda h: h.inputs[1].shape.extend([1] * 100_000), ["'x'", "[2, 3, 1"]),
-        (lambda h: h.inputs[0].shape.__setitem__(0, 0), ["'words'", "[0]"]),
         (lambda h: h.inputs[0].shape.__setitem__(0, 101), ["'words'", "101", "100"]),
         (lambda h: h.inputs[0].shape.__setitem__(0, 3), ["'x' has 2 rows", "'words' has 3"]),
         (lambda h: h.outputs.add(name="nope"), ["unknown output", "'nope'"]),
@@ -219,11 +217,9 @@ def test_top_k_and_the_sum_of_the_rest(array: Array, data: st.DataObject, temper
     ("values", "words"),
     [
         ({"edl_top_k": 0}, ["edl_top_k", "0"]),
-        ({"edl_top_k": "five"}, ["edl_top_k", "string_param"]),
         ({"edl_temperature": math.nan}, ["edl_temperature", "nan"]),
         ({"edl_temperature": 1e-300}, ["edl_temperature", "1e-300"]),
         ({"edl_temperature": "hot"}, ["edl_temperature", "string_param"]),
-        ({"edl_dtype": "FP8"}, ["edl_dtype", "FP8"]),
         ({"edl_dtype": "x" * 100_000}, ["edl_dtype", "xxx"]),
     ],
 )

@@ -91,19 +91,6 @@ def test_statistics_count_calls_of_the_model(inside: StartInside) -> None:
     assert (after.compute_s or 0) > 0
 
 
-def test_missing_methods_name_another_way(inside: StartInside) -> None:
-    with triton.InferenceServerClient(inside(Base()).target) as client:
-        for call, words in (
-            (lambda: client.load_model("m"), "one model: start another with edl serve"),
-            (lambda: client.unload_model("m"), "SIGTERM"),
-            (lambda: client.get_cuda_shared_memory_status(), "SystemSharedMemoryRegister"),
-            (lambda: client.get_trace_settings(), "--access-log"),
-            (lambda: client.get_log_settings(), "--log-format"),
-        ):
-            with pytest.raises(InferenceServerException, match=rf"UNIMPLEMENTED.*{words}"):
-                call()
-
-
 @pytest.fixture
 def region() -> Iterator[Any]:
     """Shared memory made by Triton's client library: its name, and a handle."""

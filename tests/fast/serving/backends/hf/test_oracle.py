@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,12 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.errors import SettingsError
-from edl.protocol import names
 from edl_serving import Array
 from edl_serving.backends import open_backends
 from edl_serving.backends.hf.backends import make_buckets
 from edl_serving.backends.source import ModelSource
-from tests.fast.serving.conftest import TIMEOUT_S, Client, Inside, outputs_of, request_bytes
 from tests.fast.serving.fakes import refusal_of
 
 torch = pytest.importorskip("torch")
@@ -357,27 +354,3 @@ def test_each_row_is_computed_once(lengths: list[int], max_tokens: int, padding:
         for line, valid in zip(bucket.rows, bucket.valid, strict=True):
             np.testing.assert_array_equal(position[line[valid]], np.arange(valid.sum()))
         assert padding or not bucket.padded
-
-
-def test_similar_lengths_share_a_bucket() -> None:
-    lengths = [500, 10, 480, 12, 490, 9, 11]
-    buckets = make_buckets(np.cumsum([0, *lengths])[:-1], sum(lengths), 8192)
-    assert [bucket.valid.shape for bucket in buckets] == [(3, 500), (4, 12)]
-
-
-def test_served_labels_are_those_in_process(checkpoint: Folder) -> None:
-    inputs = tokens((30, 12, 40, 1, 17))  # more than a batch of 40
-    targets = np.arange(200, dtype=np.int32).reshape(100, 2) % VOCABULARY
-    logits = oracle(checkpoint("llama"), "AutoModelForCausalLM", inputs)
-    served = Inside(load(checkpoint("llama"), "causal-lm", top_k=16, max_tokens=40), max_batch_rows=40)
-    with contextlib.closing(served), contextlib.closing(Client(served.target)) as client:
-        asked = request_bytes({**inputs, "targets": targets}, edl_top_k=8, edl_temperature=2.0)
-        answer = outputs_of(client.infer_bytes(asked, timeout=TIMEOUT_S))
-        asked = request_bytes(inputs, edl_top_k=3, edl_dtype="FP16")
-        half = outputs_of(client.infer_bytes(asked, timeout=TIMEOUT_S))["logprobs__topk_values"]
-    parts = [answer[name].copy() for name in names.top_k_names("logprobs")]
-    assert_agrees({"logprobs": parts}, logits, 8, 2.0)
-    expected = np.take_along_axis(logits.log_softmax(-1).numpy(), targets.astype(np.int64), 1)
-    np.testing.assert_allclose(answer["target_logprobs"], expected, rtol=0, atol=1e-4)
-    assert half.dtype == np.float16
-    np.testing.assert_allclose(half, parts[1][:, :3], rtol=1e-3)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import math
 import os
 import sys
 import tempfile
@@ -39,7 +40,8 @@ from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, Evaluat
 from edl.collective.ranks import gather_bytes
 from edl.datasets.files import find_files, open_file
 from edl.datasets.parquet import import_parquet
-from edl.distill.losses import kl_divergence, logit_mse
+from edl.distill.divergences import NO_LABEL
+from edl.distill.losses import DistillLoss, kl_divergence, logit_mse
 from edl.distill.torch import distill
 from edl.errors import EDLError, SettingsError
 from edl.quoting import did_you_mean, quote
@@ -124,8 +126,11 @@ class ParquetTable(Dataset[Columns]):
 
         parts = []
         for path in paths:
-            with open_file(path) as file:
-                parts.append(import_parquet().read_table(file))
+            try:
+                with open_file(path) as file:
+                    parts.append(import_parquet().read_table(file))
+            except pyarrow.ArrowInvalid as exc:
+                raise SettingsError(f"{path} is not a Parquet file: {exc}") from exc
             if parts[-1].schema.names != parts[0].schema.names:
                 raise SettingsError(f"{path} has different columns than {paths[0]}: {parts[-1].schema.names}")
         table = pyarrow.concat_tables(parts, promote_options="permissive")
@@ -195,8 +200,10 @@ class _Training:
         """Train to the end, and write the model."""
         plan = self._plan
         dist.init_process_group("nccl" if self._device.type == "cuda" else "gloo")
+        if dist.get_rank() == 0:
+            self._check_output()
         torch.manual_seed(plan.seed)
-        self._network = self._made("model", None, nn.Module).to(self._device)
+        self._network = self._made("model", None, nn.Module).to(self._device).train()  # also a pretrained one
         keras = sys.modules.get("keras")  # with its torch backend, whose models are modules
         self._how = {"training": True} if keras is not None and isinstance(self._network, keras.Model) else {}
         parameters = [parameter for parameter in self._network.parameters() if parameter.requires_grad]
@@ -248,6 +255,11 @@ class _Training:
                 self._tell(f"epoch {epoch}: {sampler.consumed:,} of {len(self._table):,} rows")
         trained = sampler.consumed - before  # 0 after a restart between an epoch's last step and its evaluation
         mean = _mean_of_all({"training loss": float(losses)}, rows) if trained else {}
+        if not all(map(math.isfinite, mean.values())):
+            raise SettingsError(
+                f"epoch {epoch}: the training loss is {mean['training loss']}: look for NaN in the data and in the "
+                "result of model(), or choose a lower learning rate in optimizer()"
+            )
         if self._eval_table is not None and (trained or state.step not in self._evaluator.results):
             mean |= self._checkpointer.evaluate(self._evaluator)
         if mean:
@@ -284,19 +296,24 @@ class _Training:
         """Return the mean of each metric over the rows of `--eval`, shared among the workers."""
         table = self._eval_table
         assert table is not None
-        measure = getattr(self._definition, "metrics", _metrics)
+        own = getattr(self._definition, "metrics", None)
         mine = range(dist.get_rank(), len(table), dist.get_world_size())
         sums: dict[str, float] = {}
+        total = 0
         self._network.eval()
         with torch.inference_mode():
             for at in range(0, len(mine), self._plan.batch):
                 rows = mine[at : at + self._plan.batch]
                 columns = {name: value.to(self._device) for name, value in self._batch(table, rows).items()}
-                found = measure(self._network(*self._take(columns)), columns[self._label or ""])
-                for name, value in found.items():
-                    sums[name] = sums.get(name, 0.0) + float(value) * len(rows)
+                outputs, labels = self._network(*self._take(columns)), columns[self._label or ""]
+                if own is None and not labels.is_floating_point() and outputs.shape[:-1] == labels.shape:
+                    labelled = labels != NO_LABEL
+                    outputs, labels = outputs[labelled], labels[labelled]
+                total += len(labels)
+                for name, value in (own or _metrics)(outputs, labels).items() if len(labels) else ():
+                    sums[name] = sums.get(name, 0.0) + float(value) * len(labels)
         self._network.train()
-        return _mean_of_all(sums, len(mine))
+        return _mean_of_all(sums, total)
 
     # --- Columns ---
 
@@ -352,6 +369,16 @@ class _Training:
         if dist.get_rank() == 0:
             print(text, flush=True)  # noqa: T201 - output for the user
 
+    def _check_output(self) -> None:
+        """Refuse an output folder that cannot be written, before the training instead of after it."""
+        try:
+            files, root = fsspec.core.url_to_fs(self._plan.output)
+            files.makedirs(root, exist_ok=True)
+            files.pipe_file(f"{root}/.writable", b"")
+            files.rm_file(f"{root}/.writable")
+        except (ImportError, OSError, ValueError) as exc:
+            raise SettingsError(f"--output {self._plan.output} cannot be written: {exc}") from exc
+
     def _export(self) -> None:
         """Write the weights, the metrics and the exported network into the output folder."""
         network = deepcopy(self._network).cpu().eval()
@@ -364,8 +391,10 @@ class _Training:
             else:
                 self._write_program(network, f"{folder}/model.pt2")
             files, root = fsspec.core.url_to_fs(self._plan.output)
-            files.makedirs(root, exist_ok=True)
             made = sorted(Path(folder).iterdir())
+            for name in {"model.keras", "model.pt2"} - {path.name for path in made}:  # of an earlier training
+                if files.exists(f"{root}/{name}"):
+                    files.rm_file(f"{root}/{name}")
             for path in made:
                 files.put_file(str(path), f"{root}/{path.name}")
         self._tell(f"the model is in {self._plan.output}: {', '.join(path.name for path in made)}")
@@ -393,7 +422,8 @@ def _hard_loss(outputs: Tensor, labels: Tensor) -> Tensor:
         )
     if numbers:
         return nn.functional.mse_loss(outputs.reshape(labels.shape), labels)
-    return nn.functional.cross_entropy(outputs.flatten(0, -2), labels.long().flatten())
+    # The mean over all rows: that over labelled rows would depend on how the batch is divided among workers.
+    return DistillLoss(reduction="none")(outputs, None, labels).mean()  # type: ignore[no-any-return]
 
 
 def _metrics(outputs: Tensor, labels: Tensor) -> Mapping[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
 
 import pyarrow  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from edl.cli import main as edl_main  # noqa: E402
-from edl.train import ParquetTable, _hard_loss, main  # noqa: E402
+from edl.errors import SettingsError  # noqa: E402
+from edl.train import ParquetTable, TrainPlan, _hard_loss, _Training, load_definition, main  # noqa: E402
 
 MODEL = "import torch\ndef model():\n    return torch.nn.Linear(2, 3)\n"
 
@@ -79,18 +84,76 @@ def test_empty_values_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert "column 'x' has 1 empty values: fill them" in capsys.readouterr().err
 
 
+def test_not_a_parquet_file(tmp_path: Path) -> None:
+    tmp_path.joinpath("rows.parquet").write_text("x,label")
+    with pytest.raises(SettingsError, match="is not a Parquet file"):
+        ParquetTable(f"{tmp_path}/rows.parquet")
+
+
+@pytest.fixture
+def train(table: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Trains in this process, as a job's only worker. Returns the output folder's files."""
+    folder = Path(table).parent
+    monkeypatch.setattr("sys.path", sys.path[:])
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    monkeypatch.setattr(dist, "init_process_group", partial(dist.init_process_group, **alone))
+
+    def run(source: str, name: str = "table", **plan: Any) -> set[str]:
+        (folder / f"{name}.py").write_text(source)
+        usual = {"data": table, "label": "digit", "inputs": ("x",), "output": f"{folder}/trained", "epochs": 1}
+        _Training(load_definition(f"{folder}/{name}.py"), TrainPlan(**(usual | plan))).run()
+        return {path.name for path in (folder / "trained").iterdir()}
+
+    yield run
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_results_of_one_training(train: Any) -> None:
+    """What an earlier training wrote and this one did not does not stay; a pretrained model trains as any other."""
+    assert "model.pt2" in train(MODEL, "first")
+    untraceable = """
+import torch
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        assert torch.is_inference_mode_enabled() or self.training
+        assert not torch.compiler.is_exporting()
+        return super().forward(x)
+def model():
+    return Model(2, 3).eval()
+"""
+    assert train(untraceable, "second") == {"metrics.json", "model.safetensors"}
+
+
+def test_output_is_tried_first(train: Any, tmp_path: Path) -> None:
+    tmp_path.joinpath("file").touch()
+    with pytest.raises(SettingsError, match="cannot be written"):
+        train("def model():\n    raise AssertionError('too late')", "never", output=f"{tmp_path}/file")
+
+
+def test_nan_ends_training(train: Any) -> None:
+    with pytest.raises(SettingsError, match="epoch 0: the training loss is nan"):
+        train(MODEL + "def loss(outputs, labels):\n    return outputs.mean() * float('nan')", "unsound")
+
+
 @pytest.mark.parametrize(
     ("shape", "labels", "message"),
-    [((4, 3), torch.zeros(4, 2).long(), "the logits of the classes"), ((4, 3), torch.zeros(4), "as many numbers")],
+    [
+        ((4, 3), torch.zeros(4, 2).long(), "the logits of the classes"),
+        ((4, 3), torch.zeros(4), "as many numbers"),
+        ((4, 3), torch.tensor([0, 1, 2, 3]), "3"),
+    ],
 )
 def test_outputs_that_do_not_fit(shape: tuple[int, ...], labels: Any, message: str) -> None:
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(SettingsError, match=message):
         _hard_loss(torch.zeros(shape), labels)
 
 
 def test_default_losses() -> None:
     assert _hard_loss(torch.zeros(4, 1), torch.ones(4)) == 1
     assert np.isclose(_hard_loss(torch.zeros(2, 4), torch.tensor([1, 3])), np.log(4))
+    assert np.isclose(_hard_loss(torch.zeros(2, 4), torch.tensor([1, -100])), np.log(4) / 2)
+    assert _hard_loss(torch.zeros(2, 4), torch.tensor([-100, -100])) == 0
 
 
 @pytest.mark.parametrize(

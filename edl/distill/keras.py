@@ -35,7 +35,8 @@ class SoftLabelDataset(keras.utils.PyDataset):  # type: ignore[misc]
     dataset's `on_epoch_end`.
 
     Args:
-        dataset: Yields `(x, y)`: arrays [rows, ...], or dicts of them for `x`, and true classes [rows] or [rows, 1].
+        dataset: Yields `(x, y)`, or `(x, y, sample weights)`: arrays [rows, ...], or dicts of them for `x`, and true
+            classes [rows] or [rows, 1].
         teachers: A service's name, `host:port` of teachers, or `Teachers`; None to read the environment.
         inputs: Name of the teachers' input that is `x`; or a mapping from names to functions of a batch `(x, y)`.
         outputs: Name of the teachers' output of logits [rows, classes].
@@ -55,11 +56,11 @@ class SoftLabelDataset(keras.utils.PyDataset):  # type: ignore[misc]
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         """Return the next batch of the epoch, whatever `index` is."""
         if self._labelled is None:
             self._labelled = self._loader.label(self.dataset[number] for number in range(len(self.dataset)))
-        (x, y), logits = next(self._labelled)
+        (x, y, *weights), logits = next(self._labelled)
         classes = np.asarray(y).reshape(len(y), -1)
         found = list(logits.shape) if isinstance(logits, np.ndarray) else type(logits).__name__
         if classes.shape[1] != 1 or not isinstance(logits, np.ndarray) or logits.ndim != 2:
@@ -67,7 +68,7 @@ class SoftLabelDataset(keras.utils.PyDataset):  # type: ignore[misc]
                 f"targets are {list(np.shape(y))} and the teachers' labels {found}: expected true classes [rows], and "
                 "logits [rows, classes]"
             )
-        return x, np.concatenate([logits.astype(np.float32), classes.astype(np.float32)], axis=1)
+        return x, np.concatenate([logits.astype(np.float32), classes.astype(np.float32)], axis=1), *weights
 
     def on_epoch_begin(self) -> None:
         """Begin the dataset's next epoch."""

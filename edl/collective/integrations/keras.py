@@ -3,15 +3,16 @@
 `fit` supports neither ranks nor a position within an epoch. `ElasticDataset` gives each rank its share of every global
 batch, from the restored position on. `ElasticCallback` averages gradients when the optimizer applies them, weighted by
 the ranks' shares, so the update is that of one process with the whole batch. It saves the state after each batch and
-restores it when `fit` begins. `fit` then starts with the restored epoch. It requests as many batches as a whole epoch
-has, and warns when a resumed epoch ends sooner; that warning is silenced.
+restores it when `fit` begins. `fit` then starts with the restored epoch, and calls `on_epoch_begin` of other callbacks
+once more: what they change, such as the learning rate, is restored before the first batch. It requests as many batches
+as a whole epoch has, and warns when a resumed epoch ends sooner; that warning is silenced.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state.loaders import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.state import State
+from edl.collective.integrations.loop_position import BoundaryCheckpointer
 from edl.collective.ranks import broadcast_tensor
 from edl.collective.training.gradients import average_gradients
 from edl.collective.training.sampler import ElasticSampler
@@ -49,6 +51,7 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
         self.sampler = ElasticSampler(len(y), global_batch=global_batch, seed=seed)
         self._x, self._y = x, y
         self._shares: Iterator[list[int]] = iter(())
+        self.before_epoch: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         """Return the number of batches that are left of the epoch."""
@@ -61,7 +64,8 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return x, self._y[rows]
 
     def on_epoch_begin(self) -> None:
-        """Begin reading after the last trained batch."""
+        """Begin reading after the last trained batch. Keras calls this after the callbacks' `on_epoch_begin`."""
+        self.before_epoch()
         self._shares = iter(self.sampler)
 
 
@@ -74,7 +78,8 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         model.fit(dataset, epochs=10, callbacks=[ElasticCallback(dataset)])
 
     It restores weights, the optimizer, seeds of layers such as dropout, metrics and the position in the data. All ranks
-    begin with the weights of rank 0. Other callbacks, such as `EarlyStopping`, start over.
+    begin with the weights of rank 0. At the end of an epoch, metrics count the rows of all ranks. Other callbacks, such
+    as `EarlyStopping`, start over.
 
     Args:
         dataset: The dataset that `fit` trains on, or the one inside the `SoftLabelDataset` that `fit` trains on.
@@ -92,7 +97,7 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
             )
         if not isinstance(dataset, ElasticDataset):
             raise SettingsError(f"dataset of type {type(dataset).__name__}: expected an ElasticDataset")
-        self._sampler = dataset.sampler
+        self._dataset, self._sampler = dataset, dataset.sampler
         self._options = options
         self._resuming = False
 
@@ -101,13 +106,22 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         model, sampler = self.model, self._sampler
         if not isinstance(model.optimizer, keras.optimizers.Optimizer):
             raise SettingsError("the model has no Keras optimizer: compile() it before fit()")
+        if not len(sampler) or self.params["steps"] != len(sampler):  # a resumed epoch would train as many again
+            raise SettingsError(
+                "an epoch is the whole ElasticDataset: leave out steps_per_epoch of fit(), and create another dataset "
+                "for a second fit()"
+            )
+        BoundaryCheckpointer.begin_loop(self._options)
         model.optimizer.build(model.trainable_variables)
         _spread(model.variables)
         self._metrics = _Variables(model.metrics_variables)
-        variables = _Variables([*model.variables, *model.optimizer.variables])
-        self._state = State(variables=variables, sampler=sampler, step=-1, metrics=self._metrics, local=["metrics"])
+        self._variables = _Variables([*model.variables, *model.optimizer.variables])
+        self._state = State(
+            variables=self._variables, sampler=sampler, step=-1, metrics=self._metrics, local=["metrics"]
+        )
         self._checkpointer = Checkpointer(self._state, **self._options)
         self._resuming = self._checkpointer.restore() >= 0
+        self._dataset.before_epoch = self._undo_callbacks
         # A finished epoch is repeated without a batch, which draws as many random numbers as its end did.
         self._cut = self._resuming and not sampler.finished
         self._rng = capture_random_states() if self._cut else None
@@ -119,9 +133,14 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Begin an epoch, or resume it, with the metrics that it had."""
         self._sampler.set_epoch(epoch)
         if self._resuming:
-            self._resuming = False
             self._metrics.apply()
             warnings.filterwarnings("ignore", "Your input ran out of data")
+
+    def _undo_callbacks(self) -> None:
+        """Restore what a schedule did in the resumed epoch's `on_epoch_begin`: the saved state has that already."""
+        if self._resuming:
+            self._resuming = False
+            self._variables.apply()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Restore the random numbers that the first batch had."""
@@ -135,6 +154,9 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._sampler.advance()
         if self._sampler.finished:  # until then, the statistics of batch normalization are each rank's own
             _spread(self.model.non_trainable_variables)
+            if dist.is_initialized():
+                for variable in self.model.metrics_variables:  # sums and counts
+                    dist.all_reduce(variable.value.data)
         self._state.step += 1
         self._checkpointer.save(self._state.step, samples=share)
         if self._cut and self._sampler.finished:

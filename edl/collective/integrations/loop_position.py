@@ -49,15 +49,21 @@ class BoundaryCheckpointer:
     def is_open(self) -> bool:
         return self._checkpointer is not None
 
-    def open(self, state: State) -> bool:
-        kept = [self._options.get("storage"), read("EDL_CHECKPOINT", str), read("EDL_SLOTS", str)]
-        shared = "slots" not in self._options and any(kept)
-        if shared and BoundaryCheckpointer._opened:
+    @classmethod
+    def begin_loop(cls, options: dict[str, Any]) -> None:
+        """Refuse a second training loop, which would continue from the end of the first."""
+        kept = [options.get("storage"), read("EDL_CHECKPOINT", str), read("EDL_SLOTS", str)]
+        shared = "slots" not in options and any(kept)
+        if shared and cls._opened:
             raise SettingsError(
                 "a job keeps the state of one training loop, and this script begins a second one, which would "
                 "continue from the end of the first: give it its own job (another script, --rdzv-id and --checkpoint)"
             )
-        BoundaryCheckpointer._opened |= shared
+        cls._opened |= shared
+
+    def open(self, state: State) -> bool:
+        """Restore the newest state, if there is one. Returns whether there was."""
+        self.begin_loop(self._options)
         self._checkpointer = self._stack.enter_context(Checkpointer(state, **self._options))
         restored = self._checkpointer.restore() >= 0
         self._rng = capture_random_states() if restored else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras", reason="Keras is not installed")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from edl.collective.checkpoint.memory.slots import SlotPair  # noqa: E402
 from edl.collective.keras import ElasticCallback, ElasticDataset  # noqa: E402
 from edl.distill.keras import DistillationAccuracy, DistillationLoss, SoftLabelDataset  # noqa: E402
 from edl.distill.losses import DistillLoss  # noqa: E402
@@ -19,6 +21,7 @@ from edl.errors import SettingsError  # noqa: E402
 from edl.testing.models import fingerprint_of  # noqa: E402
 from tests.fast.distill.conftest import Serve  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, with numpy 2
 RANDOM = np.random.default_rng(0)
 STUDENT, TEACHER = RANDOM.normal(size=(2, 6, 10)).astype(np.float32) * 3
 CLASSES = np.array([3, 1, 4, 1, 5, 9])
@@ -77,3 +80,53 @@ def test_only_logits_are_taken(serve: Serve, asked: dict[str, Any], found: str) 
 def test_another_dataset_is_refused() -> None:
     with pytest.raises(SettingsError, match="expected an ElasticDataset"):
         ElasticCallback(RANDOM)
+
+
+def test_weights_stay_with_their_rows(serve: Serve) -> None:
+    class Weighted(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            return RANDOM.random((3, 4), np.float32), np.arange(3), np.full(3, index + 0.5)
+
+    with SoftLabelDataset(Weighted(), serve("fingerprint").endpoint, inputs="x", outputs="y") as dataset:
+        dataset.on_epoch_begin()
+        assert [dataset[index][2].tolist() for index in (0, 1)] == [[0.5] * 3, [1.5] * 3]
+
+
+class Stop(keras.callbacks.Callback):
+    """Raises before a step, as a worker may die."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise InterruptedError
+
+
+def fit(folder: Path, stop_at: int, **arguments: Any) -> list[Any]:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(10)])
+    model.compile(keras.optimizers.Adam(0.5), DistillationLoss())
+    dataset = ElasticDataset(np.eye(10, 4, dtype=np.float32), np.arange(10), global_batch=4)  # 3 steps per epoch
+    halved = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    elastic = ElasticCallback(dataset, interval_steps=1, slots=SlotPair(folder))
+    model.fit(dataset, epochs=3, verbose=0, callbacks=[elastic, halved, Stop(stop_at)], **arguments)
+    return [variable.numpy().tolist() for variable in [*model.variables, *model.optimizer.variables]]
+
+
+@pytest.mark.parametrize("stop_at", [4, 6])
+def test_schedule_acts_once_per_epoch(tmp_path: Path, stop_at: int) -> None:
+    """Also in an epoch that a restart begins once more, in the middle or after its last step."""
+    with pytest.raises(InterruptedError):
+        fit(tmp_path / "killed", stop_at)
+    assert fit(tmp_path / "killed", 9) == fit(tmp_path / "calm", 9)
+
+
+def test_parts_of_epochs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="leave out steps_per_epoch"):
+        fit(tmp_path, 9, steps_per_epoch=2)

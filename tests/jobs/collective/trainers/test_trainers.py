@@ -81,6 +81,7 @@ def test_keras_killed_in_a_step(tmp_path: Path) -> None:
         assert killed["epochs"] == calm["epochs"][1:]
         assert killed["variables"] == calm["variables"]
         assert killed["logs"] == calm["logs"]
+        assert calm["logs"] == outcomes[0][0]["logs"], "of all ranks' rows"
 
 
 PADDLE_SCRIPT = str(Path(__file__).with_name("train_paddle.py"))

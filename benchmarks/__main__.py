@@ -36,6 +36,7 @@ NAMES = (
         "cluster_sim",
         "kube_operator",
         "borrowed_triton",
+        "ctr",
     ),
 )
 _PACKAGES = ("numpy", "grpcio", "protobuf", "torch")

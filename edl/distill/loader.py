@@ -236,7 +236,7 @@ def batch_request(
     if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
         raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
     if cache is not None and ids is None:
-        raise SettingsError("cache without ids: say where a batch has the sample ids; labels are cached by id")
+        raise SettingsError("cache without ids: say with ids= where a batch has sample ids; labels are cached by id")
     unasked = no_teachers(teachers)
     groups, router = ([], None) if unasked else resolve_routes(teachers, route, discovery, optional=cache is not None)
     request = LabelRequest(

@@ -20,7 +20,7 @@ def as_token_mask(mask: Array, what: str) -> Array:
     if other.size:  # numbers of the texts packed into a row, or values added to attention scores
         raise SourceError(
             f"{what}: its mask contains {other.flat[0]}: must be 1 for tokens and 0 elsewhere. If rows "
-            "hold several texts, which would be read as one, name as an input positions that restart at 0 with each "
+            "hold several texts, which would be read as one, add an input with positions that restart at 0 for each "
             "text, or yield the texts one by one (set_sequence_list_generator)"
         )
     found: Array = mask != 0

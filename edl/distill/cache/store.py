@@ -363,8 +363,8 @@ class CacheView:
             return
         raise SettingsError(
             f"the cache's labels of model {self.key.model!r} are of {_kind(kept)}, but {_kind(wanted)} are looked up: "
-            "read them as they were labelled (sequences with set_sequence_generator, or distill with tokens=, and by "
-            "the same inputs), or use a different `dataset` tag"
+            "read them as they were labelled (with the same inputs; sequences with set_sequence_generator, or distill "
+            "with tokens=), or use a different `dataset` tag"
         )
 
     def _records(self, samples: list[SampleId], heads: list[Head] | None) -> list[bytes | None]:

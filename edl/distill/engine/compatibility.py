@@ -301,9 +301,9 @@ class TeacherCompatibility:
             before = self._kept_shapes.setdefault(name, shape)
             if before != shape:
                 raise SettingsError(
-                    f"input {name!r} has rows of shape {list(shape)}, before it {list(before)}, and output "
-                    f"{varying.name!r} {list(varying.shape)} (-1 is any size) may depend on it: cached labels would "
-                    "not match. Pad all batches to one length, or use no cache"
+                    f"input {name!r} has rows of shape {list(shape)}, but earlier rows had {list(before)}, and output "
+                    f"{varying.name!r} {list(varying.shape)} (-1 is any size) may depend on the shape: cached labels "
+                    "would not match. Pad all batches to one length, or use no cache"
                 )
 
 

@@ -92,7 +92,7 @@ def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
             f"token_type_ids contain {int(types.max())}, as for text pairs, but `edl serve --hf` takes only ids, "
             "all of type 0: its labels would be wrong. Serve a function that takes them and name its inputs, "
             'inputs={"ids": ..., "token_type_ids": "token_type_ids"}; or leave them out for teacher and student '
-            "(return_token_type_ids=False in the tokenizer), if the teacher was trained so"
+            "(return_token_type_ids=False in the tokenizer), if the teacher was trained without them"
         )
 
 

@@ -335,7 +335,7 @@ class DistillTrainer(transformers.Trainer):
             )
         if self.get_sp_size() > 1 or self.get_cp_size() > 1:
             raise SettingsError(
-                "sequence and context parallelism split texts, but labels are of whole ones: switch it off"
+                "sequence and context parallelism split texts, but labels are of whole ones: switch both off"
             )
         if arguments.of_tokens and inputs is not None and not isinstance(inputs, Mapping):
             raise SettingsError(f"inputs={inputs!r}: with tokens, pass further inputs as {{name: key or function}}")

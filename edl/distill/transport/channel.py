@@ -277,7 +277,7 @@ async def _shake_hands(
     found = await receive_exactly(sock, TOKEN_NBYTES)
     if not found:
         raise ProtocolError(
-            "it closes the connection: too many are being opened, or a different server, without this token, answers"
+            "it closed the connection: too many are being opened, or a different server answered, without this token"
         )
     if not hmac.compare_digest(found, proof):
         raise ProtocolError("this is not the server that issued the token")

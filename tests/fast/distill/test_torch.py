@@ -277,7 +277,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (distill, {**ASKED, "ahead": -1}, "ahead=-1"),
     (distill, {**ASKED, "ahead": 1.5}, "ahead=1.5"),
     (distill, {**ASKED, "inputs": 3}, r"inputs=3: name at least one input of the teachers, such as \"image\", \["),
-    (distill, {**ASKED, "cache": SoftLabelCache()}, "cache without ids: say where"),
+    (distill, {**ASKED, "cache": SoftLabelCache()}, "cache without ids: say with ids= where"),
     (distill, {**ASKED, "teachers": None, "cache": SoftLabelCache(), "ids": 1}, "no teachers are named"),
     (distill, {**ASKED, "teachers": ""}, "teachers='': name a service"),  # a slip, as a variable that is not set
     (DistillLoss, {"alpha": "0.5"}, r"alpha='0\.5': the share of the soft loss must be from 0 to 1"),

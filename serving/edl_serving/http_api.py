@@ -199,14 +199,14 @@ def _as_message(
         if nbytes is not None:
             if type(nbytes) is not int or not 0 <= nbytes <= len(data) - at:
                 raise ValueError(
-                    f"binary_data_size={nbytes!r} of {item['name']!r}, and {len(data) - at} bytes are left"
+                    f"binary_data_size={nbytes!r} of {item['name']!r}: expected 0 to {len(data) - at}, the bytes left"
                 )
             raw.append(memoryview(data)[at : at + nbytes])
             at += nbytes
         elif names.SHM_REGION not in parameters:  # which is refused with the reason that gRPC gives
             raw.append(memoryview(to_raw(_array_of(item))))
     if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes behind the last tensor")
+        raise ValueError(f"{len(data) - at} bytes after the last tensor")
     for item in fields.get("outputs", []):
         parameters = dict(item.get("parameters", {}))
         if parameters.pop("classification", 0):

@@ -86,7 +86,7 @@ def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> No
         and discovery_url.startswith(("consul", "etcd", "edl"))
         and is_this_host(authority(address, 0))
     ):
-        _log.warning("only students on this host can reach %s; %s is for others", address, remedy)
+        _log.warning("only students on this host can reach %s; for students on other hosts, set %s", address, remedy)
 
 
 class ReadyFile:
@@ -196,7 +196,7 @@ class InstanceReconciler:
         try:
             start_call("edl-reconciler", self._let_go).result(max(deadline - time.monotonic(), 0.0))
         except FutureTimeoutError:
-            _log.warning("discovery does not answer; others see this teacher gone within %g s", self._ttl_s)
+            _log.warning("discovery does not answer; others see this teacher as gone within %g s", self._ttl_s)
 
     def _let_go(self) -> None:
         self._loop.close()

@@ -259,7 +259,7 @@ class ServeConfig(TeacherConfig):
         kinds = [kind for kind in MODEL_LOADERS if kind.replace("-", "_") in given]
         if len(kinds) != 1:
             found = f"got {' and '.join(f'--{kind}' for kind in kinds)}" if kinds else "got none"
-            raise SettingsError(f"give the model by one of {', '.join(f'--{kind}' for kind in MODEL_LOADERS)}; {found}")
+            raise SettingsError(f"pass exactly one of {', '.join(f'--{kind}' for kind in MODEL_LOADERS)}; {found}")
         (kind,) = kinds
         source = ModelSource(kind, given[kind.replace("-", "_")], **pick(given, _SOURCE_FIELDS))
         return cls.build(given, source=source)

@@ -105,7 +105,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         """Check the settings, and fill in the defaults that depend on other settings."""
         if not self.model:
-            raise SettingsError("model='' : a served model needs a name")
+            raise SettingsError("model='': a served model needs a name")
         for name in _ROOM:
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, max(_LEAST_ROOM_BYTES, 2 * self.max_message_bytes))

@@ -250,7 +250,7 @@ class Batcher:
             closed.cancel()  # so that a thread that ends later does not try to wake a closed loop
         if late and timeout_s > 0:
             _log.warning(
-                "%d of %d backends still compute after %.1f s: abandoned", len(late), len(self._workers), timeout_s
+                "%d of %d backends still computing after %.1f s: abandoned", len(late), len(self._workers), timeout_s
             )
 
 
@@ -301,7 +301,7 @@ class Canary:
                 continue
             self.healthy = not why
             if why:
-                _log.error("model %r fails a row of the sample, so this teacher is not ready: %s", self._model, why)
+                _log.error("model %r fails on a row of the sample, so this teacher is not ready: %s", self._model, why)
             else:
                 _log.warning("model %r answers a row of the sample again; this teacher is ready", self._model)
             await self._changed(self.healthy)

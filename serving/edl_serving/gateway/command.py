@@ -89,7 +89,7 @@ class GatewayConfig(TeacherConfig):
         if "model_version" not in given:
             raise SettingsError(
                 f"{endpoint}: give --model-version TEXT: an engine does not know its weights' hash, and students would "
-                "take labels of other weights from their caches. Any text will do that changes when the weights do"
+                "take labels of other weights from their caches. Any text that changes with the weights will do"
             )
         if "engine_ca" in given and not address.tls:
             raise SettingsError(f"--engine-ca does not apply to {address.kind}://: give {address.kind}+https://")
@@ -106,7 +106,7 @@ class GatewayConfig(TeacherConfig):
         tokens = given.get("max_tokens", _TOKENS_IN_FLIGHT)
         batch = tokens // BATCHES
         if batch < 1:
-            raise SettingsError(f"--max-tokens {tokens}: a batch needs a token, and {BATCHES} batches are in flight")
+            raise SettingsError(f"--max-tokens {tokens}: must be at least {BATCHES}, a token for each batch in flight")
         queue = given.get("max_queue", _QUEUED_BATCHES * batch)
         if queue < batch:
             raise SettingsError(

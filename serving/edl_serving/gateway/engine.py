@@ -174,7 +174,7 @@ class EngineConnection:
         except asyncio.TimeoutError:
             raise self._late_error(self._engine.timeout_s) from None
         if not isinstance(answer, dict):
-            raise RequestError(grpc.StatusCode.INTERNAL, f"{self._name} answers {path} with no JSON object")
+            raise RequestError(grpc.StatusCode.INTERNAL, f"{self._name} answers {path} with JSON that is not an object")
         return answer
 
     async def _post_again(self, path: str, data: bytes, limit: int) -> Any:
@@ -218,7 +218,7 @@ class EngineConnection:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as exc:
-            words = f"{self._name} answers {path} with no JSON: {quote(clip(str(exc), 200))}"
+            words = f"{self._name} answers {path} with something other than JSON: {quote(clip(str(exc), 200))}"
             raise RequestError(grpc.StatusCode.INTERNAL, words) from exc
 
     async def _read(self, response: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -363,7 +363,7 @@ async def _wait_until_up(connection: EngineConnection, engine: EngineAccess, wai
             return
         except EngineRefusal as refusal:
             if refusal.status not in (502, 503):
-                raise SettingsError(f"{engine.address}: /health answers {refusal.status}: no engine?") from refusal
+                raise SettingsError(f"{engine.address}: /health answers {refusal.status}: not an engine?") from refusal
             why = str(refusal)
         except RequestError as error:
             why = error.message
@@ -391,7 +391,7 @@ async def _find_model(
         _log.info("the engine's model is %r", entry["id"])
     if entry is None:
         raise SettingsError(
-            f"{engine.address} has no model {model!r}: name one of {', '.join(map(repr, entries))} by --engine-model"
+            f"{engine.address} has no model {model!r}: name one of {', '.join(map(repr, entries))} with --engine-model"
         )
     length = entry.get("max_model_len")
     if not isinstance(length, int) or length <= _RESERVED[engine.address.kind]:

@@ -86,7 +86,7 @@ def test_triton_client(server: Inside) -> None:
         (tensor(data=[1.0, True] * 4), {}, 400, "not all of its data are FP32"),
         (tensor(shape=[3, 4]), {}, 400, "takes 48 bytes"),
         (tensor(name="z"), {}, 400, "'z'"),
-        (tensor(parameters={"binary_data_size": 32}), {}, 400, "0 bytes are left"),
+        (tensor(parameters={"binary_data_size": 32}), {}, 400, "expected 0 to 0, the bytes left"),
         (tensor(data=[[1], [1, 2]]), {}, 400, "not KServe's"),
         ({}, {}, 400, "inputs"),
         (b"{", {}, 400, "not JSON"),

@@ -104,7 +104,7 @@ def test_flags_win_and_pairs_are_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "give the model by one of --callable, --factory"),
+        ([], "pass exactly one of --callable, --factory"),
         (["--callable", "m:f"], "name the service: --service NAME"),
         ([*LEAST, "--paddle", "p"], "got --callable and --paddle"),
         ([*LEAST, "--max-batch", "many"], "--max-batch 'many': expected a whole number"),

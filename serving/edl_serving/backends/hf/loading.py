@@ -65,8 +65,8 @@ def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
     missing = sorted(name for name in info["missing_keys"] if not (task == "feature-extraction" and "pooler" in name))
     if missing:
         raise SettingsError(
-            f"--hf {str(folder)!r}: the checkpoint has no {missing[0]} (of {len(missing)} weights that are missing), "
-            f"and its answers would be random: is it a model for a --task other than {task}?"
+            f"--hf {str(folder)!r}: the checkpoint lacks {missing[0]} (missing weights: {len(missing)}), so "
+            f"its answers would be random: is it a model for a --task other than {task}?"
         )
     for config in (model.config, model.config.get_text_config()):  # multimodal models configure text separately
         config.use_cache = False  # saves the keys and values of all layers, which only generation needs

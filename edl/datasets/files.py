@@ -225,7 +225,7 @@ def _file_system(location: str) -> Any:
         file_system, _ = fsspec.core.url_to_fs(location)
     except (ValueError, ImportError) as exc:
         raise SettingsError(
-            f"{quote(location)}: {shown(exc)}; URLs need fsspec, pip install 'elastic-distill[tables]', and the "
+            f"{quote(location)}: {shown(exc)}; URLs need fsspec (pip install 'elastic-distill[tables]') and the "
             f"package for this kind of URL"
         ) from exc
     file_system.invalidate_cache()

@@ -88,7 +88,7 @@ def open_data(
         raise SettingsError(f"--offsets {offsets}: only for sequences in an .npz file")
     if is_arrays:
         if sequences and offsets is None:
-            raise SettingsError("--sequences: name the .npz file's array with their starts by --offsets")
+            raise SettingsError("--sequences requires --offsets: name the array of the .npz file that has their starts")
         return _open_arrays(Path(name), wanted, ids, offsets)
     if name.endswith((".jsonl", ".parquet")):
         return _open_sequences(Path(name), wanted, ids)

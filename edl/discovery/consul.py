@@ -70,7 +70,7 @@ class ConsulStore(Store):
         super().__init__()
         if target.dc:
             raise SettingsError(
-                f"{target}: a store cannot be in another datacenter (?dc={target.dc}): leases exist only here"
+                f"{target}: a store cannot be in another datacenter (?dc={target.dc}): leases exist only in the agent's"
             )
         self._target = target
         self._client = self._own(ConsulClient(target))

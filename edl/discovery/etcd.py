@@ -93,7 +93,7 @@ def _user(environ: Mapping[str, str] | None) -> tuple[str, str]:
 def _files(environ: Mapping[str, str] | None) -> CredentialFiles:
     if read("ETCDCTL_INSECURE_SKIP_TLS_VERIFY", boolean, environ):
         raise SettingsError(
-            "ETCDCTL_INSECURE_SKIP_TLS_VERIFY is set, and EDL always verifies certificates: unset it, and name the CA "
+            "ETCDCTL_INSECURE_SKIP_TLS_VERIFY is set, but EDL always verifies certificates: unset it, and name the CA "
             "that signed etcd's certificate in ETCDCTL_CACERT"
         )
     cert, key = read("ETCDCTL_CERT", str, environ), read("ETCDCTL_KEY", str, environ)

@@ -250,7 +250,7 @@ def _meta(value: object) -> dict[str, str]:
     for key in value:
         if not isinstance(key, str) or not _META_KEY.fullmatch(key) or key in RESERVED_META:
             raise ValueError(
-                f"meta key {key!r:.80}: letters, digits, '-' and '_', at most 128, none of"
+                f"meta key {key!r:.80}: expected at most 128 letters, digits, '-' and '_', none of"
                 f" {', '.join(sorted(RESERVED_META))}, not starting with 'consul-' or 'edl-'"
             )
     return {key: _text(f"meta {key!r}", text) for key, text in value.items()}

@@ -256,7 +256,7 @@ class StoreFile(Resource):
                 " Remove it, and EDL creates it again"
             ) from exc
         if removed:
-            logger.warning("%s: %s; the file is created again, and all register again", file, changed)
+            logger.warning("%s: %s; the file is created again, and all instances register again", file, changed)
 
     @staticmethod
     def _end_earlier_boot(file: SqliteFile) -> None:

@@ -138,7 +138,7 @@ class AppServer(abc.ABC):
         try:
             self.port = self._started.result(_START_S)
         except FutureTimeoutError:
-            raise SettingsError(f"cannot listen on {self._host}:{self.port} within {_START_S:.0f} s") from None
+            raise SettingsError(f"not listening on {self._host}:{self.port} after {_START_S:.0f} s") from None
 
     @property
     def url(self) -> str:

@@ -120,7 +120,7 @@ class LoadPublisher:
         except (DiscoveryError, LeaseLostError, ConflictError, SettingsError) as exc:
             # Also SettingsError: a folder that cannot be created may be fixed while the process runs.
             if not self._backoff.failures:
-                logger.warning("load is not published, and is tried again: %s", exc)
+                logger.warning("load is not published; retrying: %s", exc)
             return self._backoff.next_wait_s()
         except ClosedError:  # the object being counted is closed, or its process ends
             self._withdraw()

@@ -228,7 +228,7 @@ def _versioned(data: bytes) -> dict[str, Any]:
     if not isinstance(values, dict) or "version" not in values:
         raise ValueError("it has no version")
     if values["version"] != _VERSION:
-        raise ValueError(f"version {values['version']!r:.20} instead of {_VERSION}: use the job's edl")
+        raise ValueError(f"version {values['version']!r:.20} instead of {_VERSION}: use the job's version of EDL")
     return values
 
 

@@ -31,7 +31,7 @@ def world_of(group: Group) -> int:
     workers = read("WORLD_SIZE", int) or trainers or 1
     if workers > 1 and trainers is not None:
         raise SettingsError(
-            f"one of {workers} trainers, but EDL knows of no others: import Checkpointer and PaddleState from "
+            f"this is one of {workers} trainers, but EDL knows of no others: import Checkpointer and PaddleState from "
             "edl.collective.paddle, not from edl.collective; if data is read before the Checkpointer is made, call "
             "init_parallel_env() of edl.collective.paddle, not of paddle.distributed"
         )

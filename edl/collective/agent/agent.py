@@ -95,7 +95,7 @@ class Agent:
         """Wait for an event or a tick, and act on it. Returns the exit code if this node's part is over."""
         woken = self._handle_events(context, _PAUSING_TICK_S if reconciler.pausing else _TICK_S)
         if self._signals.urgent:
-            logger.info("asked a second time: leaving at once")
+            logger.info("asked to leave a second time: leaving at once")
             return self._signals.exit_code
         if self._signals.stopping and not self._leave_announced:
             self._leave_announced = True

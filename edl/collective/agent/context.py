@@ -126,7 +126,7 @@ def store_last_state(
         logger.error("the job is done, but its last state is not stored: exit code %d", code, extra=fields)
         if resumable:
             logger.info(
-                "it stays in this host's memory for an hour: the same command stores it, once the storage accepts it"
+                "the state stays in this host's memory for an hour: run the same command again when the storage works"
             )
 
 

@@ -141,7 +141,7 @@ class NodeReconciler:
         """Log once when this node begins to wait for a place."""
         if waits and not self._waits_for_place:
             nodes = _count(len(world.nodes), "node")
-            logger.info("the job has its %s, and no place for more: waiting for a place", nodes)
+            logger.info("the job has its maximum of %s: waiting for a place", nodes)
         self._waits_for_place = waits
 
     def handle_store_outage(self, exc: DiscoveryError) -> int | None:
@@ -159,12 +159,12 @@ class NodeReconciler:
         # Failed workers cannot restart without the store; a signal to leave is followed after the same time.
         if (self._worker_group.failing or self._signals.stopping) and self._outage_s < cut_s <= self._alone_s:
             self._worker_group.stop_workers()
-            logger.warning("no answer for %.0f s: stopping the workers, which no longer train", cut_s)
+            logger.warning("no answer from the store for %.0f s: stopping the workers, which no longer train", cut_s)
         if self._worker_group.running and cut_s > self._alone_s:
             logger.warning(
-                "no answer for %.0f s: the workers are stopped until the store answers, since other nodes may have "
-                "continued job %s by now. If a store is that slow, increase --lease-ttl (%g s) and --rdzv-conf "
-                "takeover_timeout=%g (the same on all nodes)",
+                "no answer from the store for %.0f s: the workers are stopped until the store answers, since other "
+                "nodes may have continued job %s by now. If a store is that slow, increase --lease-ttl (%g s) and "
+                "--rdzv-conf takeover_timeout=%g (the same on all nodes)",
                 *(cut_s, self._spec.job, self._spec.ttl_s, self._spec.rendezvous.takeover_s),
                 extra={"job": self._spec.job},
             )

@@ -272,7 +272,7 @@ class WorkerGroup:
         try:
             self._pool.replace_workers(world.generation, forks)
         except EDLError as exc:  # the zygote has died, with all its workers
-            logger.warning("%s: another one repeats the script's first imports, which takes some seconds", exc)
+            logger.warning("%s: starting another one, which repeats the script's first imports (some seconds)", exc)
             self._renew_pool()
             self._pool.fork_workers(world.generation, forks)
         self._stop_log_tails()
@@ -411,7 +411,7 @@ class WorkerGroup:
         for local_rank in unbegun[:1]:
             rank = self.first_rank + local_rank
             what = f"worker {local_rank} (rank {rank}) did not reach the script's first line within {limit_s:g} s"
-            logger.warning("%s: workers are no longer forked from a process that has imported anything", what)
+            logger.warning("%s: from now on, each worker imports everything itself", what)
             self._prewarm_usable = False
             self._outcome.record_stuck_worker(rank, what)
 

@@ -288,7 +288,7 @@ class Checkpointer:
             SettingsError: `limit_s` is not above 0.
         """
         if not limit_s > 0:
-            raise SettingsError(f"busy({what!r}, limit_s={limit_s}): must be above 0, the longest time it may take")
+            raise SettingsError(f"busy({what!r}, limit_s={limit_s}): the longest time it may take must be above 0")
         return self._status_page.in_busy_phase(what, limit_s)
 
     def evaluate(self, evaluator: Evaluator) -> Any:

@@ -113,7 +113,10 @@ def _encode_items(value: dict[Any, Any], store_tensor: StoreTensor, path: Path) 
 
 def _no_tensor(value: Any, path: Path) -> int:
     """Refuse a tensor in a set or as a key, where look-ups use its identity, which a restored tensor does not have."""
-    raise SettingsError(f"{dotted(path[:-1])} has a tensor in a set or as a key, where a restored one is not found")
+    raise SettingsError(
+        f"{dotted(path[:-1])} has a tensor in a set or as a key, where a restored one could not be looked up: use a "
+        "list, or make it a value"
+    )
 
 
 def _encode_numpy(value: Any, store_tensor: StoreTensor, path: Path) -> dict[str, Any] | None:

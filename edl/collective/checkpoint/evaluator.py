@@ -60,7 +60,7 @@ class Evaluator:
         on_result: Callable[[Any], object] | None = None,
     ) -> None:
         if not limit_s > 0:
-            raise SettingsError(f"limit_s={limit_s}: must be above 0, the longest time that the evaluation may take")
+            raise SettingsError(f"limit_s={limit_s}: the longest time that the evaluation may take must be above 0")
         self.function = function
         self.limit_s = limit_s
         self.name = name

@@ -72,7 +72,7 @@ class ElasticLoop:
                 epochs, or the script did not call `batches` in a resumed epoch.
         """
         if self._used:
-            raise SettingsError("an ElasticLoop serves one loop over epochs: create another Accelerator and script")
+            raise SettingsError("an ElasticLoop serves one loop over epochs: use another Accelerator in another script")
         self._used = True
         place = self._place
         try:
@@ -88,7 +88,7 @@ class ElasticLoop:
                 if self._resuming:
                     raise SettingsError(
                         f"epoch {place.epoch} resumes after its first {place.batches} batches, but the script did not "
-                        "call batches() in it: read it to its end, or leave the loop with break"
+                        "call batches() in it: read the rest with batches(), or leave the loop over epochs with break"
                     )
                 place.epoch += 1
                 place.batches = 0

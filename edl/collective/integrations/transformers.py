@@ -83,9 +83,7 @@ class ElasticCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._used:
-            raise SettingsError(
-                "an ElasticCallback serves one call of train(): create another Trainer and another script"
-            )
+            raise SettingsError("an ElasticCallback serves one call of train(): use another Trainer in another script")
         self._used = True
         trainer, optimizer = self._trainer, kwargs["optimizer"]
         self._progress.order = loop_position.order_of(kwargs["train_dataloader"])

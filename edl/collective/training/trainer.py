@@ -176,7 +176,7 @@ class ElasticTrainer:
         self._scaling = RateScaling(policy, base_batch or asked, asked)
         self._options = OptionScaling(optimizer, policy)
         if auto is not None and sampler is not None and auto.most > sampler.length:
-            raise SettingsError(f"auto allows {auto.most} samples, but an epoch has {sampler.length}: lower its most")
+            raise SettingsError(f"auto allows {auto.most} samples, but an epoch has {sampler.length}: lower auto.most")
         self._check_least_rows()
         self._scaler = scaler or torch.amp.GradScaler(enabled=False)  # does nothing
         self._group = group
@@ -188,7 +188,7 @@ class ElasticTrainer:
         self._meter: gradients.NoiseMeter | None = None
         if measures:
             if gradients.is_sharded(model):
-                raise SettingsError("gradient noise of a sharded module cannot be measured: no AdaScale and no auto")
+                raise SettingsError("gradient noise of a sharded module cannot be measured: omit AdaScale and auto")
             self._meter = gradients.NoiseMeter([p for p in self._updated() if p.requires_grad], optimizer)
         self._tuner = BatchSizeTuner(auto, base_batch or asked) if auto is not None else None
         self._step: TrainingStep | None = None
@@ -455,7 +455,9 @@ class ElasticTrainer:
         if not self._strict:
             return
         if self.max_micro_batch is not None and self.max_micro_batch < 3:  # with 2, three rows become two and one
-            raise SettingsError(f"max_micro_batch={self.max_micro_batch}: some would have one row, and {ONE_ROW}")
+            raise SettingsError(
+                f"max_micro_batch={self.max_micro_batch}: some micro-batches would have one row, and {ONE_ROW}"
+            )
         sampler = self.sampler
         if sampler is not None and (
             sampler.asked == 1 or (sampler.tail == "keep" and sampler.length % sampler.asked == 1)

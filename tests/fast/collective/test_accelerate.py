@@ -112,7 +112,7 @@ def test_a_resumed_epoch_is_not_left_out(tmp_path: Path) -> None:
     loop._fields = lambda: {"place": loop._place}  # a script that trains nothing more
     epochs = loop.epochs(3)
     assert next(epochs) == 1
-    with pytest.raises(SettingsError, match=r"epoch 1 .* leave the loop with break"):
+    with pytest.raises(SettingsError, match=r"epoch 1 .* leave the loop over epochs with break"):
         next(epochs)
 
 

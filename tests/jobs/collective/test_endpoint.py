@@ -142,7 +142,7 @@ def test_waiting_and_missing_nodes(tmp_path: Path) -> None:
         assert code == 2, said
         assert f"job {job.name} runs train_state.py, not hello.py: use another --rdzv-id for another job" in said
         reserve = job.start()
-        wait_until(lambda: "the job has its 2 nodes, and no place for more: waiting" in reserve.output, "it says so")
+        wait_until(lambda: "the job has its maximum of 2 nodes: waiting for a place" in reserve.output, "it says so")
         steps = len(job.steps())
         wait_until(lambda: len(job.steps()) > steps, "the training goes on")
         assert {one.generation for one in job.steps()} == {0}, "nobody has disturbed it"
@@ -202,7 +202,7 @@ def test_spare_replaces_a_broken_gpu(tmp_path: Path, capsys: pytest.CaptureFixtu
         first = job.wait_for_world(2)
         job.environ["CUDA_VISIBLE_DEVICES"] = "2"
         spare = job.start()
-        wait_until(lambda: "no place for more" in spare.output, "a third node waits")
+        wait_until(lambda: "waiting for a place" in spare.output, "a third node waits")
         name = next(each.node for each in first if each.rank == 0)
         faulty = next(node for node in job.nodes if node.name == name)
         at = job.tell(0, "ecc")

@@ -95,7 +95,7 @@ def test_job_outlives_kills(tmp_path: Path) -> None:
         os.kill(node.zygote, signal.SIGKILL)
         went_on(job, 3, before)
         assert node in present(job)
-        assert "another one repeats the script's first imports" in node.output
+        assert "starting another one, which repeats the script's first imports" in node.output
 
         before, node = generation(job), present(job)[0]
         old = set(node.workers)

@@ -134,8 +134,8 @@ def _check_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError as exc:
         raise SettingsError(
-            "no folder for temporary files is writable, but workers need one: set TMPDIR, or in a "
-            "container with a read-only root mount a folder at /tmp (in Kubernetes an emptyDir)"
+            "no folder for temporary files is writable, but workers need one: set TMPDIR, or if a container's root "
+            "file system is read-only, mount a folder at /tmp (in Kubernetes an emptyDir)"
         ) from exc
 
 
@@ -249,8 +249,8 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
         return name
     if max_nodes > 1 and not options.standalone:
         raise SettingsError(
-            "--rdzv-id NAME is needed if several nodes are to meet: any name, the same on each of them; or "
-            "--rdzv-endpoint HOST:PORT, where one of them serves the store"
+            "several nodes need --rdzv-id NAME (any name, the same on each of them), or --rdzv-endpoint HOST:PORT (one "
+            "of them, which then serves the store)"
         )
     return f"run-{uuid.uuid4().hex}"
 

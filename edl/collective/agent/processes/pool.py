@@ -204,7 +204,7 @@ class WorkerProcesses:
             while self._ready is None and not self._lost:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise EDLError(f"importing ahead of time took more than {timeout_s:g} s (--no-prewarm)")
+                    raise EDLError(f"importing ahead of time took more than {timeout_s:g} s (--no-prewarm skips it)")
                 raise_if_stopping()
                 self._lock.wait(min(left, _POLL_S))
             if self._ready is None:

@@ -221,7 +221,7 @@ def restore_from_memory(
     if stored is not None and (plan.from_replicas or inherited):
         there = stored()
         if there > (plan.generation, plan.step):
-            logger.info("storage has step %d, memory an older state, after step %d", there[1], plan.step)
+            logger.info("storage has the state after step %d, memory an older one, after step %d", there[1], plan.step)
             return None
     if plan.from_replicas:
         logger.info("resuming after step %d, the newest for which replicas of lost ranks' states exist", plan.step)

@@ -161,7 +161,7 @@ def check_loadable(field: str, value: Any) -> None:
     try:
         inspect.signature(value.load_state_dict).bind({})
     except TypeError as exc:
-        raise SettingsError(f"{field}: its load_state_dict() is called with the saved state alone: {exc}") from exc
+        raise SettingsError(f"{field}: its load_state_dict() must take one argument, the saved state: {exc}") from exc
     except ValueError:
         pass  # it is written in C and has no signature
 

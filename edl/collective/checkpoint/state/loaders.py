@@ -332,8 +332,8 @@ def _check_samplers(loader: Any) -> None:
     for sampler in (loader.batch_sampler, loader.sampler, inner):
         if getattr(sampler, "keeps_place", False):
             raise SettingsError(
-                f"a StatefulDataLoader reads ahead, so its position with {type(sampler).__name__} is the sampler's: "
-                "give the State the sampler, not the loader"
+                f"a StatefulDataLoader reads ahead of training, so with {type(sampler).__name__} only the sampler "
+                "knows the position: give the State the sampler, not the loader"
             )
         stateless = not hasattr(sampler, "state_dict")
         if stateless and isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):

@@ -307,7 +307,9 @@ class StateRestore:
         target = self._targets.get(entry.key)
         if target is not None:
             if tuple(entry.whole) != tuple(target.value.shape):
-                raise ProtocolError(f"{entry.key}: parts of {entry.whole} for a tensor of {tuple(target.value.shape)}")
+                raise ProtocolError(
+                    f"{entry.key}: saved with shape {entry.whole}, but now has {tuple(target.value.shape)}"
+                )
             target.fill_part(entry.starts, part)
 
     def fill_tensors(self, entries: Iterable[TensorEntry], data: torch.Tensor) -> None:

@@ -134,7 +134,7 @@ def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.T
         raise ProtocolError(f"{entry.key} has changed since it was written")
     data = records[found]
     if len(data) != entry.nbytes:
-        raise ProtocolError(f"{entry.key} has {len(data)} bytes in its file, but {entry.nbytes} by its metadata")
+        raise ProtocolError(f"{entry.key} has {len(data)} bytes in its file, but its metadata says {entry.nbytes}")
     flat = byte_tensor(data)
     dtype = getattr(torch, entry.dtype, None)
     if isinstance(dtype, torch.dtype) and flat.data_ptr() % dtype.itemsize:

@@ -118,7 +118,7 @@ class CheckpointWriter:
         except OSError as exc:
             raise TemporaryError(f"storage {self._folder.url} did not accept step {step}: {exc}") from exc
         except MemoryError as exc:
-            raise TemporaryError(f"no memory for a copy of step {step}, from which it would be stored") from exc
+            raise TemporaryError(f"no memory for the copy of step {step} from which it is stored") from exc
         return None if committed is None else (step, committed)
 
     def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
@@ -203,7 +203,7 @@ class CheckpointWriter:
             logger.info("not complete yet: %s", exc)  # another node is writing its manifest right now
             return False
         if not self._fence():
-            logger.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
+            logger.warning("the world of generation %d was given up: %s will not be completed", name.generation, name)
             return None
         self._folder.publish_checkpoint(name, manifest)
         return True

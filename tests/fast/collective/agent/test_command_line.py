@@ -74,7 +74,7 @@ def test_help_shows_our_options_first() -> None:
     [
         (["--nnodes", "3:2", "t.py"], "--nnodes 3:2"),
         (["--nnodes", "many", "t.py"], "--nnodes many"),
-        (["--nnodes", "1:2", "t.py"], "--rdzv-id NAME is needed"),
+        (["--nnodes", "1:2", "t.py"], "several nodes need --rdzv-id NAME"),
         (["--rdzv-id", "a/b", "t.py"], "--rdzv-id 'a/b'"),
         (["--nproc-per-node", "none", "t.py"], "--nproc-per-node none"),
         (["--nnodes", "2", "--rzdv-id", "x", "t.py"], "unknown option '--rzdv-id'; did you mean '--rdzv-id'"),

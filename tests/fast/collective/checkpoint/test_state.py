@@ -257,7 +257,7 @@ def test_what_would_not_come_back_is_refused() -> None:
         "expanded": (wide, r"value is an expanded tensor.*clone"),
         "buffer": (masked(wide), r"value\.mask is an expanded tensor"),
         "frozen": ([nn.Parameter(wide, requires_grad=False)], r"value\.0 is an expanded tensor"),
-        "greedy": (Greedy(), r"value: its load_state_dict\(\) is called with the saved state alone"),
+        "greedy": (Greedy(), r"value: its load_state_dict\(\) must take one argument, the saved state"),
     }.values():
         with pytest.raises(SettingsError, match=words):
             State(rng=False, value=value).capture()

@@ -159,7 +159,7 @@ def parser() -> CommandParser:
 def plan_of(options: argparse.Namespace) -> LabelPlan:
     """Return the labels to ask for."""
     if options.temperature != 1 and options.top_k is None:
-        raise SettingsError(f"--temperature {options.temperature:g} requires --top-k: whole outputs have none")
+        raise SettingsError(f"--temperature {options.temperature:g} requires --top-k: it is only for top-k labels")
     return LabelPlan(
         teachers=_teachers(options),
         output_spec=OutputSpec(

@@ -158,7 +158,8 @@ def run_job(options: argparse.Namespace, guard: DataGuard, plan: LabelPlan, cach
     if not isinstance(guard.data, IndexedData):
         raise SettingsError(
             f"--job needs rows that can be loaded one by one, but {options.data!r} is read in sequence: return "
-            "a Dataset with __len__ and __getitem__ (and no --ids from its samples), or write arrays to an .npz file"
+            "a Dataset with __len__ and __getitem__ (and do not take --ids from its samples), or write arrays to an "
+            ".npz file"
         )
     with exit_on_sigterm():  # shards are returned at once
         return _Worker(options, guard, plan, cache).run()
@@ -304,7 +305,7 @@ class _Worker:
             if folders:
                 print_use(self._key, [*folders], self._guard.data)
         if missing or gone:
-            what = f"{missing:,} {kind} are missing" if missing else "labels are missing"
+            what = f"labels of {missing:,} {kind} are missing" if missing else "labels are missing"
             where = f"folder {gone[0]} is gone" if gone else "their folder was deleted or used for other data"
             raise ConflictError(f"{what}, though the job had finished them ({where}): label again with another --job")
         if labels["shards"]["poisoned"]:

@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         credentials=credentials,
     )
     if not url.startswith("sqlite:") and is_loopback(options.host):
-        logger.warning("workers on other hosts cannot reach %s: --host :: listens for them too", options.host)
+        logger.warning("workers on other hosts cannot reach %s: pass --host :: to listen for them too", options.host)
     warn_of_open_port(options.host, credentials)
     dataset = _dataset(options)
     specs = {} if dataset is None else {options.name: dataset.spec}
@@ -275,7 +275,7 @@ def _check_known(job: str, url: str, credentials: Credentials, journal: str) -> 
         known = sorted(entry.key.removeprefix(reports) for entry in store.list(reports))
     if job not in known:
         near = did_you_mean(job, known) or f"; known jobs: {listed(known) or 'none'}"
-        raise SettingsError(f"--retry-poisoned: no master here has had a job {job!r}{near}")
+        raise SettingsError(f"--retry-poisoned: no master has run a job {job!r} here{near}")
 
 
 def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, DatasetSpec]) -> int:

@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     if not Path(options.model).is_file():
         raise SettingsError(f"{options.model}: there is no such file in {Path.cwd()}")
     if not 0 <= options.alpha <= 1 or options.temperature <= 0:
-        raise SettingsError(f"--alpha {options.alpha}, --temperature {options.temperature}: 0 to 1, and above 0")
+        given = f"--alpha {options.alpha}, --temperature {options.temperature}"
+        raise SettingsError(f"{given}: expected an alpha from 0 to 1, and a temperature above 0")
     plan = json.dumps({name: value for name, value in vars(options).items() if name not in _LAUNCH})
     stored = ["--checkpoint", options.checkpoint] if options.checkpoint else []
     store = ["--store", options.store] if options.store else []

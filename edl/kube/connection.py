@@ -71,9 +71,9 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
         try:
             start_call("edl-kubeconfig", load).result(limit_s)
         except concurrent.futures.TimeoutError as exc:
-            raise SettingsError(f"{plugin} gives no credentials within {limit_s:g} s: run it by hand") from exc
+            raise SettingsError(f"{plugin} returned no credentials within {limit_s:g} s: run it by hand") from exc
         if not configuration.api_key.get("authorization") and not configuration.cert_file:
-            raise SettingsError(f"{plugin} gives no credentials, the log has why: run it by hand")
+            raise SettingsError(f"{plugin} returned no credentials: see the log, or run it by hand")
         configuration.refresh_api_key_hook = None  # it has no deadline; a 401 response reloads the credentials
     else:
         load()

@@ -104,7 +104,7 @@ def _explain_forbidden(call: Call, what: str, status_object: dict[str, Any], wor
     if "exceeded quota" in message:
         return QuotaExceededError(f"{what}: {words}")
     if any(cause.get("reason") == "NamespaceTerminating" for cause in _causes(status_object)):
-        return InvalidObjectError(f"{what}: the namespace is being deleted, nothing can be created in it")
+        return InvalidObjectError(f"{what}: the namespace is being deleted, so nothing can be created in it")
     if " cannot " not in message and call.verb in ("create", "patch", "delete") and message:
         # Admission (PodSecurity, a webhook, a LimitRange) refuses with 403 as well.
         return InvalidObjectError(f"{what}: the cluster's admission refuses it: {words}")

@@ -88,7 +88,7 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
             raise SettingsError(f"journal {url!r}: needs a store; {_ACCEPTED}")
         return StoreJournal(store, rest, timeout_s=timeout_s)
     if scheme == "kubernetes":
-        raise SettingsError(f"journal {url!r}: {KUBERNETES_GONE}. The journal is store:JOB then")
+        raise SettingsError(f"journal {url!r}: {KUBERNETES_GONE}. Then name the journal store:JOB")
     raise SettingsError(f"journal {url!r}: unknown; {_ACCEPTED}")
 
 

@@ -529,7 +529,7 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
         screen.console.print("", _accuracies(result), _comparison(result), "", _samples(result), _teachers(result))
         screen.console.print(f"In {plan.out}: the plot (demo.png), the figures (demo.json) and the teachers' logs.")
         if not findings.all_well:
-            raise EDLError(f"the promise was broken: {findings}")
+            raise EDLError(f"samples or labels were not delivered exactly once, correct and in order: {findings}")
         return result
 
 

@@ -513,7 +513,7 @@ def _show(client: KubeClient, target: Target, member: str | None, tail_lines: in
     whole = True
     selected = select_newest(_list_pods(client, target, member))
     if not selected:
-        raise EDLError(f"{target} has no such pods now; its phase and its last ends are in `edl status {target.name}`")
+        raise EDLError(f"{target} has no such pods now; `edl status {target.name}` shows its phase and how pods ended")
     for pod in selected:
         try:
             PodLog(client, pod, tail_lines, screen.write, screen.note).read(follow=False)

@@ -67,7 +67,7 @@ class ReplicaRange:
         most = int(found[2]) if found[2] is not None else least
         if least < lowest or most < max(least, 1):
             raise SettingsError(
-                f"{option} {spelled!r}: the minimum must be at least {lowest}, the maximum at least 1 and the minimum"
+                f"{option} {spelled!r}: the minimum must be at least {lowest}, the maximum at least 1 and not below it"
             )
         return cls(least, most)
 
@@ -114,8 +114,8 @@ def check_name(name: str, option: str = "--name") -> str:
     """Return the name, or raise SettingsError if no resource can have it."""
     if len(name) > MAX_NAME or not _LABEL.fullmatch(name):
         raise SettingsError(
-            f"{option} {name!r}: expected at most {MAX_NAME} of a-z, 0-9 and '-', beginning and ending with a letter "
-            "or digit, since Kubernetes names pods after it"
+            f"{option} {name!r}: expected at most {MAX_NAME} characters of a-z, 0-9 and '-', beginning and ending with "
+            "a letter or digit, since Kubernetes names pods after it"
         )
     return name
 
@@ -228,7 +228,7 @@ def read_script(path: str) -> LocalScript:
         raise SettingsError(f"{path} cannot be read: {exc.strerror}") from exc
     if len(content) > MAX_SCRIPT_BYTES:
         raise SettingsError(
-            f"{path} has more than {MAX_SCRIPT_BYTES:,} bytes, but a ConfigMap has less than 1 MiB: {_IN_IMAGE}"
+            f"{path} has more than {MAX_SCRIPT_BYTES:,} bytes, but a ConfigMap holds less than 1 MiB: {_IN_IMAGE}"
         )
     name = Path(path).name
     if not all(char.isascii() and (char.isalnum() or char in "-_.") for char in name) or len(name) > 200:
@@ -347,7 +347,8 @@ def _child(parent: Object, name: str, default: Any) -> Any:
     """Return a field; create it if missing."""
     if not isinstance(parent.get(name), type(default)):
         if parent.get(name) is not None:
-            raise SettingsError(f"--template: {name} is of type {type(parent[name]).__name__}")
+            expected = type(default).__name__
+            raise SettingsError(f"--template: {name} is of type {type(parent[name]).__name__}; expected {expected}")
         parent[name] = default
     return parent[name]
 
@@ -378,7 +379,7 @@ def load_template(path: str) -> dict[str, object]:
     documents = _load_all(path)
     found = documents[0] if len(documents) == 1 else None
     if not isinstance(found, dict) or not isinstance(found.get("spec"), dict):
-        raise SettingsError(f"{path}: expected a single pod template, with metadata (or without) and spec")
+        raise SettingsError(f"{path}: expected a single pod template: spec, and optionally metadata")
     return {name: found[name] for name in ("metadata", "spec") if name in found}
 
 

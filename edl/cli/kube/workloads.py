@@ -256,7 +256,7 @@ def scale_patch(target: Target, count: int | None, least: int | None, most: int 
     if count is not None and not low <= count <= high:
         bound = f"--min {count}" if count < low else f"--max {count}"
         stop = f"; `edl suspend {target}` stops all of them" if count < low and target.kind == "job" else ""
-        raise SettingsError(f"{target}: {count} is not between its bounds, {low} and {high}: {bound} changes it{stop}")
+        raise SettingsError(f"{target}: {count} is outside its bounds, {low} to {high}: change them with {bound}{stop}")
     patch: dict[str, Any] = {"scaling": "auto" if count is None else "external", "replicas": count}
     bounds = {"minReplicas": least, "maxReplicas": most}
     return patch | {name: bound for name, bound in bounds.items() if bound is not None}

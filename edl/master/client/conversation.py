@@ -666,7 +666,8 @@ class Conversation:
         if self.by_checkpoint:
             self._fail(
                 LeaseLostError(
-                    f"{why}: data read from {self.dataset} since the last checkpoint goes to other readers; load it"
+                    f"{why}: data read from {self.dataset} since the last checkpoint goes to other readers; load that "
+                    "checkpoint"
                 )
             )
         elif not self.finished:

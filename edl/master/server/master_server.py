@@ -491,8 +491,8 @@ class MasterServer(Resource):
             )
         if journal != _IN_STORE and host != socket.gethostname():
             raise SettingsError(
-                f"job {self.job!r} is led by a master on {host}, whose journal is a file there: a master of another "
-                "host can stand by where both keep the journal in the Store (--journal store:)"
+                f"job {self.job!r} is led by a master on {host}, whose journal is a file there: a master on another "
+                "host can stand by only if both keep the journal in the Store (--journal store:)"
             )
 
     async def _sleep(self, seconds: float) -> bool:

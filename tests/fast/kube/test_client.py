@@ -398,7 +398,7 @@ def says(token: str) -> str:
 @pytest.mark.parametrize("script", ["echo expired >&2; exit 1", "echo '{}'"])
 def test_failed_plugin_is_no_anonymous_user(server: ApiServer, tmp_path: Path, script: str) -> None:
     path = with_plugin(tmp_path / "config", server.url, script)
-    with pytest.raises(SettingsError, match="the command '/bin/sh' of user 'u' gives no credentials"):
+    with pytest.raises(SettingsError, match="the command '/bin/sh' of user 'u' returned no credentials"):
         KubeClient(KubeSettings(kubeconfig=path))
     assert server.requests == []
 

@@ -146,7 +146,10 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
         return None
     replicas, there = (scale.get("spec") or {}).get("replicas", 0), (scale.get("status") or {}).get("replicas", 0)
     if not all(isinstance(count, int) and count >= 0 for count in (replicas, there)):
-        raise InvalidObjectError(f"{target.kind} {target.name}: its /scale says {replicas!r} and {there!r} replicas")
+        raise InvalidObjectError(
+            f"{target.kind} {target.name}: its /scale has {replicas!r} replicas in spec and {there!r} in status;"
+            " expected whole numbers"
+        )
     return ScaleTarget(kind, target.name, replicas, there)
 
 

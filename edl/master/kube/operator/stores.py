@@ -230,7 +230,7 @@ class StoreFollower:
         before = self._stale[prefix]
         self._stale[prefix] = snapshot.stale
         if snapshot.stale and (not before or before == _UNANSWERED):
-            logger.warning("store %s is unreachable, wanted numbers stay: %s", _show(self._url), snapshot.stale)
+            logger.warning("store %s is unreachable; wanted numbers are kept: %s", _show(self._url), snapshot.stale)
         elif before and before != _UNANSWERED and not snapshot.stale:
             logger.info("store %s answers again", _show(self._url))
         return bool(before) and not snapshot.stale

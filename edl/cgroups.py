@@ -1,8 +1,15 @@
-"""Count the processes of this container that the kernel killed for lack of memory, in a cgroup of version 2.
+"""Count the processes of this container that the kernel killed for lack of memory, in cgroups of version 1 and 2.
 
-Kubernetes reports `OOMKilled` only if the container's first process was killed, and the kernel usually kills the
-largest, a child of the agent. The kernel counts all such kills in `oom_kill` of `memory.events`, also those of cgroups
-below, and those when the whole machine ran out of memory (https://docs.kernel.org/admin-guide/cgroup-v2.html).
+A container's status may not show them: Kubernetes reports `OOMKilled` only if the container's first process was killed,
+and the kernel usually kills the largest process, which is a child of the agent. The kernel counts such kills in the
+process's own cgroup:
+
+- version 2: `oom_kill` in `memory.events`, with the cgroups below it
+  (https://docs.kernel.org/admin-guide/cgroup-v2.html, "memory.events");
+- version 1: `oom_kill` in `memory.oom_control`, since Linux 4.13, without the cgroups below it
+  (https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, "OOM Control").
+
+Both count kills of any cause, including those when the whole machine ran out of memory.
 """
 
 from __future__ import annotations
@@ -19,8 +26,8 @@ _MIN_MOUNT_FIELDS: Final = 5  # in a line of mountinfo before its dash, up to th
 def read_oom_kills(root: Path = Path("/")) -> int | None:
     """Return how many processes in this process's cgroup were killed for lack of memory since it was created.
 
-    `root` is the folder that contains `proc` and `sys`. None if the kernel does not say: no memory cgroup of version 2,
-    or the root cgroup.
+    `root` is the folder that contains `proc` and `sys`. None if the kernel does not say: no memory cgroup, the root
+    cgroup, or an old kernel.
     """
     path = find_events_file(root)
     try:
@@ -32,29 +39,46 @@ def read_oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def find_events_file(root: Path = Path("/")) -> Path | None:
-    """Return the file with the counter `oom_kill` of this process's cgroup, None if it is not mounted.
-
-    A container sees its own cgroup, or that of an enclosing container, mounted as the root of the hierarchy, while its
-    path may be the machine's view or the container's (`/`). A wrong cgroup's counter would be worse than none.
-    """
+    """Return the file with the counter `oom_kill` of this process's memory cgroup, None if none is mounted."""
     try:
         membership = (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape")
         mounts = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape")
     except OSError:
         return None
-    found = re.search(r"^0::(.*)$", membership, re.MULTILINE)
-    if found is None:
-        return None
-    path = found[1]
+    paths: dict[int, str] = {}
+    for line in membership.splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            paths[2] = path
+        elif "memory" in controllers.split(","):
+            paths[1] = path
+    # If both versions are mounted, a controller is in version 1 if it has its own line there.
+    for version, name in ((1, "memory.oom_control"), (2, "memory.events")):
+        if version in paths and (folder := _find_folder(mounts, version, paths[version], root)):
+            return folder / name
+    return None
+
+
+def _find_folder(mounts: str, version: int, path: str, root: Path) -> Path | None:
+    """Return where the cgroup at `path` in its hierarchy is mounted, None if unknown.
+
+    A container sees its own cgroup, or that of an enclosing container, mounted as the root of the hierarchy, while the
+    path may be the machine's view or the container's (`/`). A wrong cgroup's counter would be worse than none.
+    """
     for line in mounts.splitlines():
-        fields, _, kind = line.partition(" - ")
-        parts = fields.split(" ")
-        if not kind.startswith("cgroup2 ") or len(parts) < _MIN_MOUNT_FIELDS:
+        fields, dash, rest = line.partition(" - ")
+        parts, kind = fields.split(" "), rest.split(" ")
+        if not dash or len(parts) < _MIN_MOUNT_FIELDS or len(kind) < 3:
+            continue
+        if kind[0] != ("cgroup2" if version == 2 else "cgroup"):
+            continue
+        if version == 1 and "memory" not in kind[2].split(","):
             continue
         mount_root, point = unescape(parts[3]), root / unescape(parts[4]).lstrip("/")
         if path == mount_root:
-            return point / "memory.events"
+            return point
         below = path.removeprefix(mount_root.rstrip("/") + "/")
         if below != path and ".." not in below.split("/") and (point / below).is_dir():
-            return point / below / "memory.events"
+            return point / below
     return None

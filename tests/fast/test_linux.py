@@ -42,11 +42,13 @@ torn line
     [
         ("/var/lib/edl.sqlite", "ext4", False),
         ("/net/ann/.cache/edl/discovery.sqlite", "nfs4", True),
+        ("/net/annette/x", "autofs", False),
         ("/net/ann/local/x", "xfs", False),
         ("/mnt/with blank/x", "cifs", True),
         ("/remote/x", "fuse.sshfs", True),
         ("/over/x", "tmpfs", False),
         ("/scratch", "lustre", True),
+        ("/encrypted", "fuse.gocryptfs", False),
     ],
 )
 def test_the_type_under_a_path_is_found(path: str, kind: str, shared: bool) -> None:
@@ -123,7 +125,9 @@ def test_default_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         settings.default_discovery_url()
 
 
-TABLE_OF_KILLS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill 3\noom_group_kill 0\n"
+V1_TABLE = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
+
+V2_TABLE = "low 0\nhigh 0\nmax 31\noom 4\noom_kill 3\noom_group_kill 0\n"
 
 
 class Machine:
@@ -149,41 +153,57 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def cgroup_mount(root: str = "/", point: str = "/sys/fs/cgroup") -> str:
+def v2_mount(root: str = "/", point: str = "/sys/fs/cgroup") -> str:
     return f"30 23 0:26 {root} {point} ro,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup rw,nsdelegate"
 
 
-def test_a_pod_is_counted(machine: Machine) -> None:
+def v1_mount(root: str = "/", point: str = "/sys/fs/cgroup/memory", controllers: str = "memory") -> str:
+    return f"36 31 0:32 {root} {point} rw,relatime - cgroup cgroup rw,{controllers}"
+
+
+def test_version_2_in_a_pod(machine: Machine) -> None:
     machine.member("0::/")
-    machine.mount("29 23 0:25 / /sys rw - sysfs sysfs rw", cgroup_mount())
-    machine.write("/sys/fs/cgroup/memory.events", TABLE_OF_KILLS)
+    machine.mount("29 23 0:25 / /sys rw - sysfs sysfs rw", v2_mount())
+    machine.write("/sys/fs/cgroup/memory.events", V2_TABLE)
     assert find_events_file(machine.root) == machine.root / "sys/fs/cgroup/memory.events"
     assert read_oom_kills(machine.root) == 3
 
 
-def test_a_host_is_counted(machine: Machine) -> None:
+def test_version_2_on_a_host(machine: Machine) -> None:
     """At a mount point with blanks."""
     machine.member("0::/user.slice/job.scope")
-    machine.mount(cgroup_mount(point="/sys/my\\040groups"))
+    machine.mount(v2_mount(point="/sys/my\\040groups"))
     machine.write("/sys/my groups/memory.events", "oom_kill 99\n")
-    machine.write("/sys/my groups/user.slice/job.scope/memory.events", TABLE_OF_KILLS)
+    machine.write("/sys/my groups/user.slice/job.scope/memory.events", V2_TABLE)
     assert read_oom_kills(machine.root) == 3
 
 
-def test_a_container_without_a_namespace(machine: Machine) -> None:
-    """Its own cgroup is mounted, and its path is the machine's."""
-    machine.member("0::/docker/1f")
-    machine.mount(cgroup_mount("/docker/1f"))
-    machine.write("/sys/fs/cgroup/memory.events", TABLE_OF_KILLS)
-    assert read_oom_kills(machine.root) == 3
+def test_version_1_of_a_container(machine: Machine) -> None:
+    """Without a cgroup namespace, the container's own cgroup is mounted, and its path is the machine's."""
+    machine.member("9:name=systemd:/docker/1f", "4:hugetlb,memory:/docker/1f", "0::/docker/1f")
+    machine.mount(
+        v1_mount("/docker/1f", "/sys/fs/cgroup/cpu", "cpu,cpuacct"),
+        v1_mount("/docker/1f", controllers="hugetlb,memory"),
+    )
+    machine.write("/sys/fs/cgroup/memory/memory.oom_control", V1_TABLE)
+    assert read_oom_kills(machine.root) == 2
+
+
+def test_hybrid_prefers_the_controllers_own(machine: Machine) -> None:
+    """Where version 2 is mounted without the memory controller, its files do not count memory."""
+    machine.member("4:memory:/job", "0::/job")
+    machine.mount(v2_mount(point="/sys/fs/cgroup/unified"), v1_mount())
+    machine.write("/sys/fs/cgroup/unified/job/memory.events", V2_TABLE)
+    machine.write("/sys/fs/cgroup/memory/job/memory.oom_control", V1_TABLE)
+    assert read_oom_kills(machine.root) == 2
 
 
 @pytest.mark.parametrize("path", ["/gone", "/job/../../etc"])
 def test_anothers_counter_is_not_taken(machine: Machine, path: str) -> None:
     machine.member(f"0::{path}")
-    machine.mount(cgroup_mount())
-    machine.write("/sys/fs/cgroup/memory.events", TABLE_OF_KILLS)
-    machine.write("/etc/memory.events", TABLE_OF_KILLS)
+    machine.mount(v2_mount())
+    machine.write("/sys/fs/cgroup/memory.events", V2_TABLE)
+    machine.write("/etc/memory.events", V2_TABLE)
     assert find_events_file(machine.root) is None
     assert read_oom_kills(machine.root) is None
 
@@ -192,7 +212,7 @@ def test_anothers_counter_is_not_taken(machine: Machine, path: str) -> None:
 def test_unknown_is_not_none_killed(machine: Machine, text: str) -> None:
     """An old kernel or the root cgroup does not count: that is no 0."""
     machine.member("0::/")
-    machine.mount(cgroup_mount(), "", "garbage - ", "36 31 0:32 / - cgroup2")
+    machine.mount(v2_mount(), "", "garbage - ", "36 31 0:32 / - cgroup2")
     machine.write("/sys/fs/cgroup/memory.events", text)
     assert read_oom_kills(machine.root) is None
 
@@ -280,3 +300,10 @@ wait_until(lambda: sorted(int(name) for name in os.listdir("/proc") if name.isdi
 """
     with container("-c", START + code) as (process, _):
         assert process.wait(DEADLINE_S) == 0
+
+
+def test_edl_as_process_1_ends_at_once(tmp_path: Path) -> None:
+    """`edl teachers --watch` has no handler for SIGTERM, and ends all the same."""
+    with container("-m", "edl", "teachers", "--watch", "--discovery", f"sqlite:///{tmp_path}/d.sqlite") as (process, _):
+        end(process)
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM

@@ -119,7 +119,7 @@ def labels(teachers: Any, credentials: Credentials, timeout_s: float = TIMEOUT_S
         reader.set_batch_generator(lambda: ((np.ones((4, 4), np.float32),) for _ in range(3)))
         found = np.concatenate([answer for _, answer in reader()])
         (engine,) = reader._session.labeller.engines  # type: ignore[union-attr]
-        shared = any(link.shares_memory for link in engine._pool.connections.values())
+        shared = any(link.shares_memory for link in engine.pool.connections.values())
     return found, shared
 
 

@@ -225,7 +225,7 @@ def test_equal_logits_go_by_rising_id() -> None:
     [
         ("bert", "causal-lm", {}, "BertLMHeadModel lets tokens attend to later ones.*masked-lm"),
         ("mamba", "causal-lm", {"packing": True}, "--packing: MambaForCausalLM does not keep packed sequences apart"),
-        ("bert", "sequence-classification", {}, "has no bert.pooler.*of 4 weights.*a --task other"),
+        ("bert", "sequence-classification", {}, "lacks bert.pooler.*weights: 4.*a --task other"),
         ("llama", "text-generation", {}, "--hf needs --task, one of causal-lm"),
         ("llama", "causal-lm", {"dtype": "int8"}, "--dtype 'int8'"),
         ("bert", "feature-extraction", {"top_k": 4}, "--top-k does not apply to --task feature-extraction"),

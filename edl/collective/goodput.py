@@ -73,7 +73,6 @@ class Span:
         return TimeCategory(max(TimeCategory, key=lambda category: (self.amounts[category], -category)))
 
     def __add__(self, later: Span) -> Span:
-        """Join two spans."""
         amounts = tuple(mine + theirs for mine, theirs in zip(self.amounts, later.amounts, strict=True))
         return Span(amounts, max(self.workers, later.workers), self.running or later.running)
 
@@ -264,8 +263,7 @@ class NodeStatus:
     steps_per_s: float  # steps per second over the last 15 seconds
     samples_per_s: float | None  # samples per second over the last 15 seconds; None if samples were never reported
     goodput: float | None  # goodput of this node's own time; None if no time has passed
-    # Age in seconds of the newest state that another node has a replica of; None if there is none
-    replica_age_s: float | None
+    replica_age_s: float | None  # age in seconds of the newest state that another node has a replica of, or None
     seconds: Mapping[str, float]  # seconds of this node by category
     record: NodeRecord = field(metadata={"json": False})  # what its agent wrote; not in the JSON
 
@@ -287,20 +285,17 @@ class JobSummary:
     world_size: int  # number of ranks
     step: int  # the last finished step; -1 if the script reports none, so that all of its time looks like "load"
     steps_per_s: float  # steps per second of the slowest member over the last 15 seconds
-    # Samples per second of all members over the last 15 seconds; None if samples were never reported
-    samples_per_s: float | None
+    samples_per_s: float | None  # samples per second of all members over the last 15 seconds; None if never reported
     began: float  # wall clock at which its first agent began, in seconds since 1970; 0 for a job without a ledger
     elapsed_s: float  # seconds since then, until now or until the job ended
     # Seconds by category: train, save, load, rollback, rendezvous, idle, down; their sum is `elapsed_s`
     seconds: Mapping[str, float]
     goodput: float | None  # train / elapsed, from 0 to 1; None if no step was reported
     worker_goodput: float | None  # share of its workers' seconds that trained; None if no step was reported
-    # The current members by rank, then other live nodes, then nodes that are gone, the latest first
-    nodes: tuple[NodeStatus, ...]
+    nodes: tuple[NodeStatus, ...]  # members by rank, then other live nodes, then those that are gone, the latest first
     left_out: tuple[Exclusion, ...]  # hosts that the job excludes because a GPU of theirs failed, in that order
     events: tuple[Event, ...]  # what happened, oldest first
-    # The time since `began`; `workers` is the number that ran, over all nodes. Not in the JSON.
-    spans: tuple[Span, ...] = field(metadata={"json": False})
+    spans: tuple[Span, ...] = field(metadata={"json": False})  # the time since `began`; `workers` is over all nodes
 
 
 def read_job(store: Store, job: str, now_s: float | None = None, others: Iterable[str] = ()) -> JobSummary:
@@ -416,10 +411,7 @@ def _place(node: NodeStatus) -> tuple[int, float]:
 
 
 def _join(records: Iterable[NodeRecord], until_us: int) -> tuple[list[Span], float | None]:
-    """Combine the ledgers of all lives: the job's spans, and its `worker_goodput`.
-
-    The job's time ends at the wall clock `until_us`, or at the last sign of life if that is later.
-    """
+    """Combine all ledgers into the job's spans, to `until_us` or a later last sign of life, and `worker_goodput`."""
     changes: list[tuple[int, int, Span | None]] = []  # at a wall clock, a life enters its next span, or ends
     for life, record in enumerate(records):
         at_us = record.began_us

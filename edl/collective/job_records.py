@@ -90,15 +90,12 @@ class Node(Record):
     port: int  # port of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet
     workers: int  # number of workers that the node runs
     replica_port: int = 0  # port at which its agent takes replicas of other nodes' states; 0 if it takes none
-    # Port to which peers connect, to learn at once when its agent's process dies; 0 if there is none
-    tether_port: int = 0
-    # Size of a worker's slot of shared memory in bytes, for nodes that join; 0 while there is none
-    slot_nbytes: int = 0
+    tether_port: int = 0  # port to which peers connect, to learn at once when its agent dies; 0 for none
+    slot_nbytes: int = 0  # size of a worker's slot of shared memory, for nodes that join; 0 while there is none
     leaving: bool = False  # whether it wants to leave and must not be a member of the next world
     paused: int = -1  # the generation in which all of its workers paused; -1 for none
     finished: int = -1  # the generation in which all of its workers ended with exit code 0; -1 for none
-    # Generation in which one of its workers is busy between two steps: ranks that wait, and nodes that join, have time
-    busy: int = -1
+    busy: int = -1  # generation in which a worker is busy between two steps, so that waiting ranks and nodes have time
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Elastic training with PaddlePaddle (`edl run --framework paddle`).
-
-Paddle is imported when a name is first requested.
-"""
+"""Elastic training with PaddlePaddle (`edl run --framework paddle`). Paddle is imported on first use."""
 
 from __future__ import annotations
 

@@ -80,10 +80,8 @@ class WorkerStatus:
     paused: int  # the step after which the worker paused; -1 if it is not paused
     samples: int  # number of samples that this rank processed, over all workers that wrote to this page
     durations_s: tuple[float, ...]  # seconds that recent steps took, in no particular order
-    # Number of steps finished, over all workers that wrote to this page; a step done again counts again
-    finished: int = 0
-    # What the worker does in phase BUSY, in the script's words; in other phases, the last such description
-    busy_with: str = ""
+    finished: int = 0  # steps finished by all workers that wrote to this page; a step done again counts again
+    busy_with: str = ""  # what the worker does in phase BUSY, in the script's words; else the last such description
     busy_limit_s: float = 0.0  # how long that may take, in seconds
 
 
@@ -145,7 +143,6 @@ class WorkerStatusPage:
 
     @contextmanager
     def in_busy_phase(self, what: str, limit_s: float) -> Iterator[None]:
-        """Switch to phase BUSY for the block, then back to the previous phase."""
         page = self._page
         before = page.busy_with, page.busy_limit_s
         page.busy_with, page.busy_limit_s = what.encode()[:_BUSY_WITH_NBYTES], limit_s

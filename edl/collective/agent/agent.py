@@ -165,10 +165,7 @@ def _join_job(context: AgentContext) -> int | None:
 
 
 def _check_job_state(context: AgentContext) -> int | None:
-    """Return an exit code if the job has already ended: a late node has nothing to do. A failed job is started again.
-
-    A failed job's nodes leave within the time of a lease or two.
-    """
+    """Return an exit code if the job has ended. A failed job is started again once its nodes left (a lease or two)."""
     spec = context.spec
     deadline = time.monotonic() + 4 * spec.ttl_s
     while True:
@@ -234,10 +231,7 @@ def _note_fault(context: AgentContext, reason: str) -> None:
 
 
 def _agree_on_script(context: AgentContext) -> None:
-    """Record the script's name, or compare it with the other nodes'.
-
-    A job without live nodes may continue under a new script name.
-    """
+    """Record the script's name, or compare it with the other nodes'; without live nodes, replace it."""
     job = context.spec.job
     key = prefix(job) + "script"
     own = Path(context.spec.program.target).name
@@ -287,10 +281,7 @@ def _check_node(context: AgentContext, settings: NodeCheckSettings) -> int | Non
 
 
 def _reserve_memory(context: AgentContext) -> None:
-    """Preallocate slots as large as other nodes' for the state that this node's workers will get.
-
-    Otherwise the others would wait while the workers do that.
-    """
+    """Preallocate slots as large as other nodes' for this node's workers, so that the others need not wait for it."""
     nbytes = max((node.slot_nbytes for node in context.membership.read_records().nodes.values()), default=0)
     if nbytes:
         for rank in range(context.spec.workers):

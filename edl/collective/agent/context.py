@@ -71,8 +71,7 @@ class ShutdownState:
     joined: bool = False  # whether the other nodes have seen this node
     is_last_node: bool = True  # whether no other node was going to stay, when last checked
     stored: bool = True  # whether nothing is left to be stored
-    # Why this node's part ended, as far as is known; it lacks the exit code
-    end: TerminationMessage = field(default_factory=TerminationMessage)
+    end: TerminationMessage = field(default_factory=TerminationMessage)  # why this node left, without the exit code
 
     @property
     def exit_code(self) -> int | None:

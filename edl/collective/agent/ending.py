@@ -113,8 +113,7 @@ class TerminationMessage:
     exit_code: int = 0  # exit code of the agent
     rank: int = -1  # the rank that failed first; -1 for none
     node: str = ""  # name in the job of the node that ran this rank; of this node if no worker failed
-    # Processes of this node that the kernel killed for lack of memory, if a worker failed; None if it does not tell
-    oom_kills: int | None = 0
+    oom_kills: int | None = 0  # processes here that the kernel killed for lack of memory; None: unknown
     message: str = ""  # text for a person: as much of the traceback as there is room for
 
     def encode(self) -> bytes:

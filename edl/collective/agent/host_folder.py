@@ -217,10 +217,7 @@ def _make(job: Path) -> tuple[Path, int]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder whose lock this process holds, after renaming it.
-
-    An agent that did not wait for this one may make a folder with the old name now, and would lose its files.
-    """
+    """Remove a folder whose lock this process holds, renamed first: another agent may make one of the same name."""
     gone = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         folder.rename(gone)

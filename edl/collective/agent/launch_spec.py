@@ -88,28 +88,22 @@ class LaunchSpec:
     store: str = ""  # URL of the store in which the job has its name
     ttl_s: float = 1.5  # seconds without a sign of life after which the others continue without this node
     join_timeout_s: float = 600.0  # seconds to wait for enough nodes
-    # Seconds that workers may take to end after the signal that asked this node to leave, before SIGKILL
-    grace_s: float = 30.0
+    grace_s: float = 30.0  # seconds that workers may take to end after a signal to leave, before SIGKILL
     max_restarts: int = 0  # how many errors of the script itself, on any node, the job survives
     checkpoint: str = ""  # fsspec URL of the storage, empty for none
     checkpoint_interval_s: float = 300.0  # seconds between stored checkpoints
     role: str = "default"  # torchrun's `--role`, with which the lines of `--tee` begin
-    # How long workers may go without a step before they are restarted
-    hang: HangLimits = field(default_factory=HangLimits)
+    hang: HangLimits = field(default_factory=HangLimits)  # how long workers may go without a step before a restart
     readmit: bool = False  # whether to join although the job excludes this host because one of its GPUs failed
     check: NodeCheckSettings | None = None  # how to test the node before it joins; None to skip that
-    # Returns where the workers' output goes, given a folder to use if the user named none
-    logs: Callable[[str], LogsSpecs] = DefaultLogsSpecs
+    logs: Callable[[str], LogsSpecs] = DefaultLogsSpecs  # where output goes, given a folder if the user named none
     environ: Mapping[str, str] = field(default_factory=dict)  # variables added to the workers' environment
     tls: PeerTLS | None = None  # TLS for connections between agents; None for plain TCP
     framework: str = "torch"  # what the workers train with, `torch` or `paddle`
-    # Whether the job has a name: only then is its state kept in memory, and other nodes can join
-    resumable: bool = True
-    # Digest of script and arguments if the job has no name, to recognize states in memory that another command left
-    command: str = ""
+    resumable: bool = True  # whether the job has a name: only then is its state kept, and other nodes can join
+    command: str = ""  # digest of what a job without a name runs, to recognize another command's states
     slurm: bool = False  # whether this node is a task of a Slurm step, so that signals come from Slurm
-    # Whether this node leaves, for a start with more memory, when the kernel killed a worker for lack of memory
-    leave_on_oom: bool = False
+    leave_on_oom: bool = False  # whether to leave, for a start with more memory, if the kernel killed one for lack of it
     termination_log: str = ""  # file for the message that says why this node ended; empty for none
 
 

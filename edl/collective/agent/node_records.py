@@ -81,8 +81,7 @@ class JobRecords:
     world: World  # the job's record
     version: int | None  # version of that record in the Store; None if there is none
     nodes: dict[str, Node]  # records of all live nodes by id, read after `world`
-    # Members of `world` for which the store has no record, so `nodes` has their last known one: they are late, or gone
-    late: frozenset[str]
+    late: frozenset[str]  # members without a record, so `nodes` has their last known one: they are late, or gone
     asked_at: float  # when the store was asked (`time.monotonic()`); changes since then are not included
 
 

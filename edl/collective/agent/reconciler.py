@@ -145,10 +145,7 @@ class NodeReconciler:
         self._waits_for_place = waits
 
     def handle_store_outage(self, exc: DiscoveryError) -> int | None:
-        """Let the workers continue without the store, but stop them before others may have taken the job over.
-
-        Returns the exit code if this node must leave or has waited too long for the store; else None.
-        """
+        """Let workers run without the store until others may take over. Returns the exit code if this node must go."""
         if self._store_away.record(True, time.monotonic()):
             logger.warning("the store does not answer (%s): continuing without it for a while", exc)
         cut_s = self._membership.without_lease_s

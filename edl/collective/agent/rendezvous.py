@@ -32,23 +32,20 @@ class RendezvousSettings:
     max_nodes: int  # largest number of nodes in a world; more wait until a place is free
     last_call_s: float = 1.0  # seconds to wait for more nodes after the last one joined, once there are enough
     pause_timeout_s: float = 10.0  # seconds to wait for all workers to pause before they are stopped as they are
-    # Before others continue a job whose members are all gone: those that cannot reach the Store have stopped by then
-    takeover_s: float = 10.0
+    takeover_s: float = 10.0  # before others take a job over: members that cannot reach the Store have stopped by then
 
 
 @dataclass(frozen=True)
 class LocalObservation:
     """An agent's own observations, in addition to the records."""
 
-    # May be empty for a member. Only members know whether workers can pause, so who waits to join leaves that to them.
-    node: str = ""
+    node: str = ""  # may be empty for a member; others leave pauses to members, who know whether workers can pause
     quiet_s: float = 0.0  # for how many seconds it has seen no node join or leave
     pausing_s: float = 0.0  # for how many seconds it has seen the current `pause_at`
     pause_needs_s: float = 0.0  # how many seconds the steps until a pause may take, if more than `pause_timeout_s`
     pause_step: int | None = None  # a step that all workers can still pause after; None if they report no steps
     restart: str = ""  # why its workers need a new generation; empty if they do not
-    # Whether the reason is an error of the script itself, of which a job survives a limited number
-    forgives: bool = False
+    forgives: bool = False  # whether that is the script's own error, of which a job survives a limited number
     dead: frozenset[str] = frozenset()  # nodes that are certainly gone, with their workers
 
 

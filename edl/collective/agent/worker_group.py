@@ -43,10 +43,7 @@ _PATIENCE_STEPS: Final = 6  # usual steps until all workers have paused; two nor
 
 
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
-    """Return a step far enough ahead that all workers see the request before they finish it.
-
-    None if a worker reports no steps, or is not in this generation yet.
-    """
+    """Return a step that no worker finishes before it is told; None unless all report steps in this generation."""
     if any(status.step < 0 or status.generation != generation for status in statuses):
         return None
     step_s = _usual_step_s(statuses)
@@ -400,10 +397,7 @@ class WorkerGroup:
         return found
 
     def _find_unbegun(self, running: dict[int, int], statuses: list[WorkerStatus]) -> None:
-        """Find forks that never reach the script's first line, to replace them by workers that import everything.
-
-        If another thread of the parent held a lock at the fork, the fork waits for it forever.
-        """
+        """Record a fork that never begins, because another thread of its parent held a lock that it waits for."""
         limit_s = self._spec.hang.begin_s
         if self._spec.program.kind == "program" or time.monotonic() - self._began_at < limit_s:
             return

@@ -1,8 +1,4 @@
-"""Saving a job's state every few steps, into memory that outlives the worker, and restoring it from there.
-
-A save copies the state into one of two slots of shared memory, so training waits only for the copy. Storage is written
-from the slots in the background, by the node's agent or by a thread of this process.
-"""
+"""Saving a job's state every few steps, into memory that outlives the worker, and restoring it from there."""
 
 from __future__ import annotations
 
@@ -54,10 +50,7 @@ class SaveSchedule:
         return self.next_step is None or step >= self.next_step
 
     def propose_steps(self, step_s: float, save_s: float) -> int:
-        """Return how many steps this rank proposes until the next save.
-
-        The first save does not count, because it also allocates the memory.
-        """
+        """Propose the steps until the next save. The first save does not count: it also allocates the memory."""
         if self.interval_steps is not None:
             return self.interval_steps
         if self.interval_s is not None:
@@ -420,8 +413,7 @@ class Checkpointer:
     ) -> float:
         """Copy the state after `step` into the older of two slots. Returns the seconds that training waited.
 
-        `place` is the number of ranks and this rank: at the end of a job, when there may be no process group, of the
-        last save. `replica_slots` is given if the state should be kept for a replica.
+        `place` is the number of ranks and this rank; at the end of a job, without a process group, of the last save.
         """
         begin = time.perf_counter()
         header = SlotHeader(self.generation, step, *place, persist=persist)

@@ -274,8 +274,7 @@ class ShardLayout:
     names: tuple[str, ...] | None  # names of the mesh's dimensions, None if they have none
     mesh_shape: tuple[int, ...]  # shape of the mesh
     ranks: tuple[int, ...]  # ranks in the mesh, row-major
-    # By dimension of the mesh: () for a replica, else the sharded dimension and, if out of order, torch's split factor
-    placements: tuple[tuple[int, ...], ...]
+    placements: tuple[tuple[int, ...], ...]  # by mesh dimension: () for a replica, (dimension,) or (dimension, factor)
 
 
 @dataclass(frozen=True)
@@ -308,8 +307,7 @@ class StateMetadata:
     entries: tuple[TensorEntry, ...]  # tensors; the encoded fields refer to them by number
     layouts: tuple[ShardLayout, ...] = ()  # layouts of the sharded tensors
     holders: tuple[int, ...] = ()  # global ranks that hold the same shards as the rank that saved this
-    # Names of fields that belong to one rank alone and must not be lost, such as a position in a stream
-    per_rank: frozenset[str] = frozenset()
+    per_rank: frozenset[str] = frozenset()  # fields that belong to one rank alone and must not be lost
 
     @property
     def sharded(self) -> bool:
@@ -388,10 +386,7 @@ def _holds_together(entry: TensorEntry) -> bool:
 def box_overlap(
     starts: Sequence[int], shape: Sequence[int], other_starts: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Intersect two boxes of a tensor.
-
-    Returns the common part as slices of the first and of the second box, or None if they do not overlap.
-    """
+    """Return the common part of two boxes as slices of the first and of the second; None if they do not overlap."""
     mine, theirs = [], []
     for start, size, other_start, other_size in zip(starts, shape, other_starts, other_shape, strict=True):
         begin, end = max(start, other_start), min(start + size, other_start + other_size)

@@ -1,7 +1,4 @@
-"""Evaluations that belong to a state of training: run once for each planned step, however often it restarts.
-
-An `Evaluator` is a field of the `State`, so its results and the evaluation in progress survive with the state.
-"""
+"""Evaluations that belong to a state of training: run once for each planned step, however often it restarts."""
 
 from __future__ import annotations
 
@@ -109,10 +106,7 @@ def share_result(evaluator: Evaluator, result: Any, group: Group) -> Any:
 
 
 def agree_on_pending(evaluator: Evaluator, group: Group) -> None:
-    """Agree with the other ranks on the evaluation to repeat, if there is one. Collective.
-
-    A rank that was lost between two saves may have saved the evaluation as pending when another rank has its result.
-    """
+    """Agree on the evaluation to repeat: a rank that was lost may lack a result that others have. Collective."""
     if world_of(group) == 1:
         return
     mine = _NONE_PENDING if evaluator.pending is None else evaluator.pending

@@ -1,8 +1,4 @@
-"""Training loops with Hugging Face's Accelerate under `edl run`.
-
-Accelerate knows which objects it prepared, but leaves the loop to the script. So `ElasticLoop` takes the objects from
-Accelerate, and the script asks it for epochs and batches.
-"""
+"""Training under `edl run` with Hugging Face's Accelerate, which leaves the loop to the script."""
 
 from __future__ import annotations
 

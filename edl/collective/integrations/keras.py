@@ -102,7 +102,6 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._resuming = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore the state, and have gradients averaged."""
         model, sampler = self.model, self._sampler
         if not isinstance(model.optimizer, keras.optimizers.Optimizer):
             raise SettingsError("the model has no Keras optimizer: compile() it before fit()")
@@ -149,7 +148,6 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._rng = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count and save a step."""
         share = self._sampler.share_rows
         self._sampler.advance()
         if self._sampler.finished:  # until then, the statistics of batch normalization are each rank's own
@@ -164,7 +162,6 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
             torch.empty((), dtype=torch.int64).random_()  # as `fit` does at the end of an epoch that it began
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Save the last state, and leave the model as it was."""
         self.model._initial_epoch = None
         self.model.optimizer.apply = self._apply
         self._checkpointer.__exit__(None, None, None)

@@ -460,7 +460,6 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
             setattr(loops[loop], name, getattr(self, wrapper))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Count the step, if the batch ended one."""
         if self._progress.count_step():
             self._boundary.count_step()
 

@@ -114,9 +114,7 @@ def check_order(saved: Any, here: Any) -> None:
 def make_workers_without_a_draw(loader: Any) -> None:
     """Keep a loader from drawing a seed when it creates its persistent workers again after a restart.
 
-    With persistent workers, a loader draws a seed only before its first iteration, which was before the restart.
-    Numbers that its sampler draws are still drawn. `loader` is a `DataLoader` or Accelerate's wrapper; others are left
-    alone.
+    `loader` may be Accelerate's wrapper. It drew its seed before the restart; its sampler's numbers are still drawn.
     """
     base = getattr(loader, "base_dataloader", loader)  # inside Accelerate's wrapper, if there is one
     if not _keeps_workers(base):
@@ -219,10 +217,7 @@ class _Skipping:
 
 @contextmanager
 def skipping(loader: DataLoader[Any], count: int) -> Iterator[None]:
-    """Make the iterator that is created in the block begin after the first `count` batches, which are not loaded.
-
-    At the end of the block, the loader has drawn the same random numbers as if it had loaded them, in the same order.
-    """
+    """Make the iterator created in the block skip `count` batches without loading them, but draw their random numbers."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     inner = getattr(loader, name)
     wrapper = _Skipping(inner, count)

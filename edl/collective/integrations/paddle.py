@@ -80,10 +80,9 @@ class _Scheduler(_Wrapped):
 
 
 class _Optimizer(_Wrapped):
-    """Accumulators and master weights by Paddle's names for them, and the learning rate schedule.
+    """Accumulators and master weights by Paddle's names, and the learning rate schedule.
 
-    Paddle derives these names from the order in which layers are created, which must always be the same, as for
-    `paddle.load`.
+    The names depend on the order in which layers are created, which must always be the same, as for `paddle.load`.
     """
 
     def state_dict(self) -> dict[str, Any]:

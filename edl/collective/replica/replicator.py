@@ -164,10 +164,7 @@ class Replicator:
         self._loop.wake()
 
     def hand_over_state(self) -> bool:
-        """Send the newest state of all workers to the peer, when they have paused and this node is about to leave.
-
-        Call it until it returns True: the peer has the state, refuses it, or does not need it.
-        """
+        """Send the paused workers' newest state to the peer. Call it until True: sent, refused or not needed."""
         if not self._handing_over:
             self._handing_over = True
             self._loop.wake()

@@ -147,8 +147,7 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's bucket size; it bounds the memory for the copy of the gradients that is sent
-# Steps before an adaptive optimizer's mean of squares is trusted: a squared normal number divided by the mean square of
-# k others has a finite mean only from k = 3 on, and a finite variance from k = 5 on.
+# A squared normal number over the mean square of k others has a finite mean from k = 3 on, a finite variance from 5 on.
 _WARM_STEPS = 10  # before an adaptive optimizer's mean of squares is trusted, with which gradients are divided
 
 _MEANS = ("exp_avg_sq", "square_avg", "sum")
@@ -198,8 +197,7 @@ def _dtype_of(parameter: Tensor) -> torch.dtype:
 class NoiseMeter:
     """Measures the squared norms of the micro-batches' gradients, and of their mean.
 
-    Hooks on the parameters see what each backward pass adds, before it is accumulated and before DDP averages it. So no
-    copy of a gradient is kept, and a step sends only two numbers.
+    Hooks see what each backward pass adds, before DDP averages it. So no copy is kept, and a step sends two numbers.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -298,7 +296,6 @@ def is_adaptive(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 
 def is_warm(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Return whether an adaptive optimizer has seen at least `_WARM_STEPS` gradients of a parameter."""
     return float(_step(state, options) or 0.0) >= _WARM_STEPS
 
 
@@ -361,7 +358,6 @@ class GradientNoise:
     steps: float = 0.0  # steps that the averages cover, at most 100
 
     def add_step(self, groups: GradientGroups) -> None:
-        """Add a step to the averages if it allows an estimate."""
         if not groups.usable:
             return
         variance, square = groups.estimate()
@@ -375,10 +371,7 @@ class GradientNoise:
 
     @property
     def scale(self) -> float:
-        """The noise scale tr(Σ)/|G|², in samples: far smaller batches are mostly noise, far larger ones mostly waste.
-
-        Infinite if the gradient cannot be told from the noise.
-        """
+        """The noise scale tr(Σ)/|G|², in samples; infinite if the gradient cannot be told from the noise."""
         if self.square > 0:
             return max(self.variance, 0.0) / self.square
         return math.inf if self.variance > 0 else 0.0

@@ -79,8 +79,7 @@ def _check_warmup(samples: int) -> None:
 class RateScaling:
     """The learning rate factor and the progress of a training run.
 
-    `progress` is the position of schedules, in samples at the base batch: the samples trained or, with `AdaScale`, its
-    scale-invariant steps times the base batch.
+    `progress` is in samples: those trained or, with `AdaScale`, its scale-invariant steps times the base batch.
     """
 
     def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:

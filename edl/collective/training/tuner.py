@@ -37,8 +37,7 @@ StepShape: TypeAlias = tuple[int, int, int]
 def fit_step_time(measured: Mapping[StepShape, float]) -> npt.NDArray[np.float64]:
     """Find the a, b, c and d that explain the measured seconds best. None is negative.
 
-    A cost that cannot be told from the others is 0; if only one shape was measured, all of its time is that of its
-    rows.
+    A cost that cannot be told from the others is 0; with a single shape, all of its time is that of its rows.
     """
     table = np.array([_terms(*shape) for shape in measured]) / np.array([[seconds] for seconds in measured.values()])
     free: list[int] = []
@@ -144,10 +143,7 @@ def choose_batch_size(
 
 
 def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
-    """Return the rows of a micro-batch and the number of micro-batches, on the rank that has most.
-
-    A single rank makes at least two, because noise cannot be measured with a single group of samples.
-    """
+    """Return rows and number of micro-batches on the rank with most; a rank alone needs two groups to measure noise."""
     rows = -(-batch // world)
     parts = -(-rows // max_micro_batch) if max_micro_batch else 1
     if world == 1:
@@ -192,10 +188,9 @@ class BatchSizeTuner:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> int:
-        """Record a finished step, and every `every_steps` steps choose the batch. Returns the global batch from now on.
+        """Record a step, and every `every_steps` steps choose the batch. Returns the batch from now on. Collective.
 
-        Collective: all ranks call it after every step. `seconds` is the time since the step before on this rank, or
-        None if the step should not be counted.
+        `seconds` is the time since the step before on this rank, or None if the step should not be counted.
         """
         if self._setting != (world, batch):
             self._setting = (world, batch)

@@ -74,7 +74,6 @@ _UNUSED_ANYWHERE = ("node_rank", "start_method")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an agent, and return its exit code."""
     try:
         return _run_agent(argv)
     except EDLError as exc:

@@ -98,8 +98,7 @@ class RendezvousEndpoint:
 
     host: str
     port: int
-    # Whether this is that host, if the user says so (`--rdzv-conf is_host=1`, as for torch's c10d)
-    is_host: bool | None = None
+    is_host: bool | None = None  # whether this is that host, if the user says so (`is_host=1`, as for torch's c10d)
 
     @classmethod
     def of(cls, options: argparse.Namespace, conf: Mapping[str, str], max_nodes: int) -> RendezvousEndpoint | None:

@@ -122,10 +122,8 @@ class RecoveryDecision:
     traceback: str = ""  # the whole error, if a GPU may have failed or no cause was found
     rank: int = -1  # rank of the worker that led to the decision; -1 for none
     cause: ExitCause | None = None  # why that worker ended; None for none
-    # How many processes the kernel killed for lack of memory in this generation; None if unknown
-    oom_kills: int | None = 0
-    # Whether the kernel killed a worker that way and the node must leave rather than try again
-    needs_memory: bool = False
+    oom_kills: int | None = 0  # processes that the kernel killed for lack of memory in this generation; None: unknown
+    needs_memory: bool = False  # whether the node must leave because the kernel killed a worker that way
 
 
 def find_exit_cause(status: int, text: str) -> ExitCause:
@@ -301,8 +299,7 @@ class RestartPolicy:
         self._best_step = max(self._best_step, step)
 
 
-# In which a peer's death may cause a traceback, which would count as the script's error
-_PEER_FAILURE_GRACE_S = 0.5
+_PEER_FAILURE_GRACE_S = 0.5  # in which a peer's death may cause a traceback, which would count as the script's error
 _LEASE_GRACE_S = 1.0  # how long, beyond a lease's length, other agents may need to see that a node is gone
 
 
@@ -381,8 +378,7 @@ class GenerationOutcome:
     ) -> RecoveryDecision | None:
         """Decide what follows from the failures; None if nothing has failed, or while the cause is not clear.
 
-        `known_at` is when `missing` and `others_ended` were read: a machine that was paused since knows nothing of
-        leases.
+        `known_at` is when `missing` and `others_ended` were read: if paused since, a machine knows nothing of leases.
         """
         if not self._failures:
             return None

@@ -47,10 +47,8 @@ class ProcessUsage:
     """The resources that a process and its descendants have used."""
 
     at_s: float  # when this was measured (`time.monotonic()`)
-    # Usage by (thread id, start time in ticks); no later thread has the same key
-    threads: dict[tuple[int, int], ThreadUsage] = field(default_factory=dict)
-    # Bytes that each process read and wrote, by (process id, start time in ticks)
-    nbytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    threads: dict[tuple[int, int], ThreadUsage] = field(default_factory=dict)  # by (thread id, start in ticks)
+    nbytes: dict[tuple[int, int], int] = field(default_factory=dict)  # read and written, by (pid, start in ticks)
     may_spin: bool = False  # whether the process has a GPU or a library that waits by spinning in user space
 
 
@@ -180,11 +178,9 @@ class HangLimits:
     first_step_s: float = 900.0  # limit for the first steps of a world, which compile, open files and connect
     start_s: float = 900.0  # limit from the fork to the first step or load, for a script that has reported steps before
     load_s: float = 1800.0  # limit for reading a checkpoint
-    # From the fork to the script's first line. A fork that takes longer waits for a lock of its parent: it is replaced
-    begin_s: float = 30.0
+    begin_s: float = 30.0  # from the fork to the script's first line; a fork that takes longer is replaced
     save_s: float = 900.0  # for copying the state; a rank that waits to agree on a save has a longer limit
-    # For a process that was seen to work within the last half of a limit; finite because an endless loop works too
-    working_factor: float = 10.0
+    working_factor: float = 10.0  # for a process seen to work in the last half of a limit; finite, as endless loops work too
 
 
 @dataclass(frozen=True)
@@ -274,7 +270,6 @@ class HangDetector:
         """Whether a worker of another node does something long."""
 
     def begin_generation(self, forked_s: float) -> None:
-        """Start to watch the workers of a new generation, forked at `forked_s`."""
         self._forked_s = forked_s
         self._awaited_s = forked_s
         self.busy = False

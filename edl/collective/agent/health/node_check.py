@@ -150,8 +150,7 @@ class NodeCheckSettings:
 
     timeout_s: float = 60.0  # seconds that a node's round may take; the check takes at most about twice that
     factor: float = 2.0  # how many times the median of all nodes counts as slow
-    # Called repeatedly while waiting; may raise to leave the check
-    raise_if_stopping: Callable[[], object] = lambda: None
+    raise_if_stopping: Callable[[], object] = lambda: None  # called while waiting; may raise to leave the check
 
 
 @dataclass(frozen=True)

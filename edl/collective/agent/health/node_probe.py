@@ -74,10 +74,7 @@ def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
 
 
 def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, devices: Sequence[torch.device]) -> float:
-    """Compute a sum with all ranks of a group, once per device. Returns seconds of the slowest device.
-
-    `make` makes the process group of a backend, over a store and for a device.
-    """
+    """Sum over all ranks, once per device, in process groups from `make`. Returns seconds of the slowest device."""
     times = []
     for number, device in enumerate(devices or [torch.device("cpu")]):
         make("nccl" if device.type == "cuda" else "gloo", PrefixStore(f"sum/{number}", store), device)

@@ -36,10 +36,7 @@ _RELEASE_POLL_S: Final = 0.005  # between two checks of processes about to end, 
 
 
 def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
-    """Find the processes in some process groups that have a GPU open.
-
-    Returns their start times in the kernel's ticks, by process id. No later process has the same pair.
-    """
+    """Return processes in `groups` that have a GPU open: pid to start time in ticks, a pair that never recurs."""
     if not groups or not any(_exists(pattern) for pattern in devices):
         return {}
     found = {}
@@ -227,10 +224,7 @@ class WorkerProcesses:
                 raise EDLError("the process that forks workers has died, or does not answer")
 
     def replace_workers(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
-        """Begin a generation: kill the workers and fork new ones, while the kernel still tears the old ones down.
-
-        But if one has a GPU open, whose memory the new workers would find taken, they are forked when it is released.
-        """
+        """Kill the workers and fork new ones, at once unless GPU memory must be released first."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             holders = find_holders(self._ended.union(self._running), self._gpu_devices)
@@ -244,10 +238,7 @@ class WorkerProcesses:
         self._reap(timeout_s, spared_generation=generation)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to all workers, but unlike torchrun not to their children.
-
-        A script that saves its state when asked to end may need them until then, such as the workers of a `DataLoader`.
-        """
+        """Send a signal to the workers but, unlike torchrun, not to their children: a last save may need loaders."""
         with self._lock:
             for pid in self._running:
                 with contextlib.suppress(ProcessLookupError):

@@ -64,8 +64,7 @@ class ProgramImports:
     framework: bool = True  # whether the first of the roots may be imported
     obstacle: str = ""  # the statement because of which `missed` is left to the workers, such as "train.py, line 3"
     missed: tuple[str, ...] = ()  # packages that the program imports after that statement
-    # String constants of the program that may be names of environment variables
-    variables: frozenset[str] = frozenset()
+    variables: frozenset[str] = frozenset()  # strings of the program that may name environment variables
 
 
 def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequence[str]) -> ProgramImports:
@@ -326,10 +325,7 @@ class PreloadResult:
 
 
 def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]) -> PreloadResult:
-    """Import modules, except those in `without`, and find out whether a fork may have them.
-
-    `modules` are pairs of a module and a name in it, or "".
-    """
+    """Import pairs of a module and a name in it (or "") unless in `without`, and find what a fork cannot have."""
     done = PreloadResult()
     for module, name in dict.fromkeys(modules):
         root = module.split(".")[0]
@@ -411,10 +407,7 @@ class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
 
 @contextmanager
 def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
-    """Collect which variables are looked up in `os.environ` in the block, whether they are set or not.
-
-    This swaps the object's class, because modules hold the object itself (`from os import environ`).
-    """
+    """Collect which variables the block looks up in `os.environ`. Its class is swapped: modules hold the object."""
     looked_up: set[str] = set()
     plain = os.environ.__class__
     os.environ.__class__ = _WatchedEnviron

@@ -40,10 +40,7 @@ def arm_stack_dump(path: Path) -> None:
 
 
 def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> list[str]:
-    """Return, for every worker, its stacks or the reason why there are none. `timeout_s` is for all of them together.
-
-    `workers` are pairs of a process id and the path given to `arm_stack_dump`.
-    """
+    """Return the stacks of workers (pid, path for `arm_stack_dump`), or why there are none; one timeout for all."""
     deadline = time.monotonic() + timeout_s
     asked = [_ask(pid, path) for pid, path in workers]
     return [

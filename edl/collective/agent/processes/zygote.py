@@ -70,8 +70,7 @@ class ProgramSpec:
     prewarm: bool = True  # whether to import ahead of time what the program imports first, and `preload`
     framework: str = "torch"  # what the workers train with, `torch` or `paddle`
     preload: tuple[str, ...] = ()  # further modules to import ahead of time
-    # Modules that workers must import themselves (see `edl.collective.agent.processes.preload`)
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()  # modules that workers must import themselves (see the module `preload`)
 
     def encode(self) -> bytes:
         return json.dumps({"warm": asdict(self)}).encode()
@@ -90,10 +89,7 @@ class ForkRequest:
 
 
 def zygote_command(descriptor: int, program: ProgramSpec) -> list[str]:
-    """Return the command that starts a zygote, which shows the program in `ps`.
-
-    `descriptor` is the inherited end of the socket.
-    """
+    """Return the command that starts a zygote, which shows the program in `ps`; `descriptor` is its socket."""
     package = Path(__file__).parents[3]
     shown = [program.target, *program.arguments]
     return [sys.executable, "-u", "-c", _COMMAND, str(descriptor), str(os.getpid()), str(package), *shown]
@@ -358,10 +354,7 @@ def _seed_generators() -> None:
 
 
 def show_command_line(arguments: Sequence[str]) -> None:
-    """Make `ps` show other arguments for this process, by replacing their bytes, as setproctitle(3) does.
-
-    It does nothing if they are not as expected or the new arguments are longer.
-    """
+    """Make `ps` show other arguments by replacing their bytes (setproctitle(3)), unless the new ones are longer."""
     before = Path("/proc/self/cmdline").read_bytes()
     begin = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[_ARG_START - 2])
     name, separator, rest = before.partition(b"\0")

@@ -65,10 +65,7 @@ class PinnedStaging:
         sources: Sequence[torch.Tensor],
         write: Callable[[Sequence[CopyPiece]], object],
     ) -> None:
-        """Copy `sources`, which are on GPUs, to contiguous `targets` on the CPU, and return when all is copied.
-
-        `write` copies pieces from a buffer to the targets, and returns when it is done.
-        """
+        """Copy `sources` from GPUs to contiguous CPU `targets`. `write` copies pieces from a buffer, and waits."""
         pairs = list(zip(targets, sources, strict=True))
         for device in dict.fromkeys(source.device for source in sources):
             self._copy_from(device, [pair for pair in pairs if pair[1].device == device], write)

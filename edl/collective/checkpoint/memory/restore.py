@@ -44,10 +44,8 @@ class RestorePlan:
     generation: int  # the state; `world` is the number of ranks that saved it
     step: int
     world: int
-    # For each rank of that world, the present rank whose slot has its part; -1 if another rank held the same
-    holders: tuple[int, ...]
-    # For each present rank, the rank from whose slot it takes its state; empty if the parts must be reassembled
-    sources: tuple[int, ...]
+    holders: tuple[int, ...]  # for each of these, the present rank that has its part; -1 if another held the same
+    sources: tuple[int, ...]  # for each present rank, the rank whose slot it takes; empty if parts are reassembled
     parts: tuple[int, ...]  # for each present rank, the rank of that world whose part it takes
     from_replicas: bool = False  # whether some part is in no rank's own slots, but only in a replica, which may be old
 
@@ -98,10 +96,9 @@ def choose_state(
 def _newest_entire(
     newest: StateVersion, held: dict[StateVersion, dict[int, list[int]]], size: int
 ) -> tuple[StateVersion, dict[int, list[int]]]:
-    """Return the newest state of which every rank has its own part, if the same world can resume from such a state.
+    """Return the newest state of which every rank has its own part; `newest` if there is none or the size changed.
 
-    A rank that died before it saved what the others have would get another rank's part, and its random numbers would
-    start over. So the save before, which all ranks have, is preferred; if a host was lost, the newest is returned.
+    Otherwise a rank that died before its save would get another's part, and its random numbers would start over.
     """
     for state in sorted(held, reverse=True):
         if state[2] == size == newest[2] == len(held[state]):
@@ -257,9 +254,8 @@ def _gather_offers(
 ) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int, int | None]:
     """Gather what the ranks hold.
 
-    Returns the headers in each rank's own slots; the headers of the replicas that each rank finds; the ranks that held
-    the same shards as a slot; the earliest generation in which an agent of this world joined; and the step of the first
-    hang.
+    Returns the headers in each rank's own slots and of the replicas that it finds; the ranks with the same shards as a
+    slot; the earliest generation in which an agent of this world joined; and the step of the first hang.
     """
     mine: list[Any] = [
         *([_header_row(found.header) for found in kind] for kind in (held.own, held.replicas)),

@@ -488,10 +488,7 @@ def new_private_prefix() -> Path:
 
 
 def lock_private_slots(owner: object, prefix: Path) -> Callable[[], object]:
-    """Lock `prefix`.lock until the owner is collected or the process exits; then remove the slots.
-
-    Returns a function that removes the slots and releases the lock now.
-    """
+    """Lock `prefix`.lock. Calling the result, collecting `owner` or exiting removes the slots and unlocks it."""
     return weakref.finalize(owner, _remove_slots, slot_files(prefix), *_open_lock(prefix), os.getpid())
 
 

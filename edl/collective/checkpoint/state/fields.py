@@ -68,10 +68,7 @@ def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
 
 
 def _shard_again(module: nn.Module) -> None:
-    """Make FSDP2 hold its shards, which the optimizer knows, after a forward pass has left whole parameters.
-
-    The root module keeps whole parameters until a backward pass, which an evaluation does not have.
-    """
+    """Make FSDP2 hold its shards, which the optimizer knows, after a forward pass that no backward pass followed."""
     if "torch.distributed.fsdp" not in sys.modules:  # importing it takes a while
         return
     from torch.distributed.fsdp import FSDPModule

@@ -98,8 +98,7 @@ def loader_position(loader: Any) -> dict[str, Any]:
 def resume_loader(loader: Any, place: dict[str, Any]) -> None:
     """Have the next iteration of a `StatefulDataLoader` resume at a position.
 
-    The iterator is made only when the loop asks for it, so that `set_epoch` is called before. A finished epoch's
-    iterator is made at once, since the next `set_epoch` call is for the next epoch.
+    Unless the epoch is finished, the iterator is made only on request, so that `set_epoch` is called before.
     """
     maker = _IteratorMaker(loader, place)
     if place and maker.source is not None and place.get("form") != _FORM:

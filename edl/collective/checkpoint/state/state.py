@@ -1,8 +1,4 @@
-"""The state of a training job: everything that must be restored so that training continues as if never interrupted.
-
-The individual kinds of fields are in `fields`, positions of data loaders in `loaders`, and matching saved with live
-tensors in `tensors`.
-"""
+"""The state of a training job: everything that must be restored so that training continues as if never interrupted."""
 
 from __future__ import annotations
 
@@ -79,8 +75,7 @@ class CapturedState:
     meta: bytes  # metadata, in the form that `edl.collective.checkpoint.encoding.parse_meta` reads
     entries: tuple[TensorEntry, ...]  # positions of the tensors in the data
     tensors: list[torch.Tensor]  # this rank's parts, on their devices
-    # Ranks that hold the same shards; with `per_rank` fields, only this one; empty if nothing is sharded
-    holders: frozenset[int] = frozenset()
+    holders: frozenset[int] = frozenset()  # ranks with the same shards, if any; with `per_rank` fields only this one
 
     @property
     def data_nbytes(self) -> int:
@@ -230,11 +225,7 @@ class State:
         )
 
     def begin_restore(self) -> None:
-        """Remember which meshes this state uses before it is restored.
-
-        A restarted script has no others at this point, so a later save that needs others is refused: no restart could
-        use it.
-        """
+        """Remember this state's meshes. A restarted script has no others, so a later save with others is refused."""
         vars(self)["_meshes"] = self._live_tensors(self._fields).meshes
 
     def _check_restorable(self, entries: Iterable[TensorEntry], layouts: Sequence[ShardLayout]) -> None:

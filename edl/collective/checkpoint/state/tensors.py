@@ -167,13 +167,11 @@ class LiveMeshes:
 class TensorCollector:
     """Collects the tensors that the encoding of a state leaves out."""
 
-    # This rank's parts, in the order in which they were collected
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)  # this rank's parts, in the order of collection
     scope: Scope = "replicated"  # scope of the tensors that are collected next
     made_anew: bool = True  # whether a restore creates the tensors that are collected next, knowing only what is saved
     layouts: list[ShardLayout] = field(default_factory=list)  # layouts of the sharded tensors
-    # Ranks that hold the same parts of all sharded tensors; empty if none is sharded
-    holders: frozenset[int] = frozenset()
+    holders: frozenset[int] = frozenset()  # ranks that hold the same parts of all sharded tensors; empty without any
     entries: list[TensorEntry] = field(default_factory=list)  # the table of the collected tensors
     _end: int = 0
     _keys: set[str] = field(default_factory=set)
@@ -282,8 +280,7 @@ class LiveTensors:
 
     in_place: Mapping[str, torch.Tensor]  # tensors that are filled in place
     alike: Mapping[str, torch.Tensor]  # tensors that are replaced by new ones like them
-    # Parameters whose sharding an optimizer's state shares, by its keys without the last part
-    parameters: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]  # whose sharding optimizer state shares, by its keys without the last part
     meshes: LiveMeshes  # meshes over which any of these is sharded
 
     def restore_target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:

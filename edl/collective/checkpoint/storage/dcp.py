@@ -39,10 +39,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a record in a zip archive, up to t
 
 
 def write_rank_file(copy: SlotCopy, stream: ChecksumWriter) -> dict[str, Any]:
-    """Write a rank's part of a checkpoint: its shards and local tensors, and for rank 0 also what all ranks share.
-
-    Returns `tensors`, `values` and `paths` of its `RankManifest`.
-    """
+    """Write a rank's part, for rank 0 with what all share. Returns `tensors`, `values`, `paths` of the manifest."""
     meta = parse_meta(copy.meta)
     first = copy.header.rank == 0
     flat, paths = _flatten_fields(meta, copy) if first else ({}, {})

@@ -74,8 +74,7 @@ class CheckpointName:
 def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
     """Sort checkpoints from new to old, with those that their own run has abandoned at the end.
 
-    If a later generation of a run has stored the same or an earlier step, it resumed before that step, so whatever the
-    earlier generation did from there on is no longer part of the training.
+    Those have a later generation of the run with the same or an earlier step: it resumed before them.
     """
     ordered = sorted(names, reverse=True)
 

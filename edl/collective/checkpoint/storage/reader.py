@@ -90,10 +90,7 @@ def restore_from_storage(state: State, url: str, group: ranks.Group = None) -> R
 
 
 def newest_stored(url: str, group: ranks.Group = None, *, run: str = "") -> tuple[int, int]:
-    """Return the generation and step of the newest checkpoint of `run`, or of any run; else (-1, -1). Collective.
-
-    It may turn out to be damaged later.
-    """
+    """Return generation and step of the newest checkpoint of `run`, or any, maybe damaged; or (-1, -1). Collective."""
     try:
         names = (name for name in _share_names(CheckpointFolder(url), group) if name.run == run or not run)
         return next(((name.generation, name.step) for name in names), (-1, -1))

@@ -1,11 +1,8 @@
 """Storing checkpoints: from the slots of a node's workers to a folder that outlives the node.
 
-A node's agent runs a `CheckpointPersister`, or the worker does if there is no agent. Its thread needs no process group
-and never makes a worker wait. Failures are retried with growing pauses, and at the end of a job, `close` waits for the
-last state.
-
-Every node writes the files of its own ranks, and a node that finds the manifests of all ranks completes the checkpoint.
-A world that was given up must not complete one, so `fence` is called last before that.
+A node's agent runs a `CheckpointPersister`, or the worker does if there is no agent. Every node writes the files of its
+own ranks, and a node that finds the manifests of all ranks completes the checkpoint. A world that was given up must not
+complete one, so `fence` is called last before that.
 """
 
 from __future__ import annotations
@@ -122,11 +119,7 @@ class CheckpointWriter:
         return None if committed is None else (step, committed)
 
     def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
-        """Unmark states that will never be stored: while a mark exists, workers mark no other state by themselves.
-
-        If a worker has a newer state but no mark on this one, it has skipped it: workers mark a state when it is
-        complete.
-        """
+        """Unmark states that will not be stored: while a mark exists, workers mark no other state by themselves."""
         for prefix in slots:
             state = next((mark.header.version for mark in find_marked_slots(prefix)), NO_VERSION)
             given_up = state == NO_VERSION and marked_path(prefix).exists()
@@ -157,8 +150,7 @@ class CheckpointWriter:
     def _write_together(self, name: CheckpointName, copies: Sequence[PinnedSlot]) -> None:
         """Write several ranks' parts at a time. Raises the first error after those in progress have ended.
 
-        The threads are daemons: a storage that hangs must not keep a process from exiting, as an executor's threads
-        would.
+        The threads are daemons: an executor's would keep the process from exiting while a storage hangs.
         """
         for begin in range(0, len(copies), _WRITERS):
             some = copies[begin : begin + _WRITERS]
@@ -188,10 +180,7 @@ class CheckpointWriter:
         self._folder.replace_file(name, RankManifest.file_name(rank), piece.pack())
 
     def _complete(self, name: CheckpointName, world: int) -> bool | None:
-        """Complete the checkpoint if every rank's manifest is there. Returns None if the fence refuses.
-
-        The fence also refuses if it cannot tell, and other nodes may still be writing there, so the files stay.
-        """
+        """Complete the checkpoint if every rank's manifest is there; None if the fence refuses, as it does in doubt."""
         there = self._folder.list_files(name)
         if MANIFEST in there:
             return True

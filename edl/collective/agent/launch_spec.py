@@ -101,9 +101,9 @@ class LaunchSpec:
     tls: PeerTLS | None = None  # TLS for connections between agents; None for plain TCP
     framework: str = "torch"  # what the workers train with, `torch` or `paddle`
     resumable: bool = True  # whether the job has a name: only then is its state kept, and other nodes can join
-    command: str = ""  # digest of what a job without a name runs, to recognize another command's states
+    command: str = ""  # digest of what a job without a name runs, to recognize another's states
     slurm: bool = False  # whether this node is a task of a Slurm step, so that signals come from Slurm
-    leave_on_oom: bool = False  # whether to leave, for a start with more memory, if the kernel killed one for lack of it
+    leave_on_oom: bool = False  # whether to leave, for a start with more memory, if the kernel killed one for it
     termination_log: str = ""  # file for the message that says why this node ended; empty for none
 
 

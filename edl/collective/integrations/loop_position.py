@@ -217,7 +217,7 @@ class _Skipping:
 
 @contextmanager
 def skipping(loader: DataLoader[Any], count: int) -> Iterator[None]:
-    """Make the iterator created in the block skip `count` batches without loading them, but draw their random numbers."""
+    """Make the iterator created in the block skip `count` batches: not loaded, but their random numbers are drawn."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     inner = getattr(loader, name)
     wrapper = _Skipping(inner, count)

@@ -47,7 +47,7 @@ class TrainingStep:
     world: int  # number of ranks
     sizes: list[int]  # rows of this rank's micro-batches. A size of 0 means a backward pass without weight.
     left: int = field(init=False)  # micro-batches whose backward pass is still due
-    weights: list[float] = field(init=False)  # of its micro-batches, by default rows; over all ranks, `samples` in total
+    weights: list[float] = field(init=False)  # of its micro-batches, by default rows; the sum over ranks is `samples`
     due: int | None = None  # rows of the micro-batch that the user is working on, None if there is none
     mark: tuple[int, int, int] | None = None  # `ElasticSampler.mark` when the step began, None without a sampler
     begun: bool = False  # whether a backward pass has begun

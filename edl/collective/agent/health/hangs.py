@@ -180,7 +180,7 @@ class HangLimits:
     load_s: float = 1800.0  # limit for reading a checkpoint
     begin_s: float = 30.0  # from the fork to the script's first line; a fork that takes longer is replaced
     save_s: float = 900.0  # for copying the state; a rank that waits to agree on a save has a longer limit
-    working_factor: float = 10.0  # for a process seen to work in the last half of a limit; finite, as endless loops work too
+    working_factor: float = 10.0  # for a process that recently worked; finite, as an endless loop works too
 
 
 @dataclass(frozen=True)

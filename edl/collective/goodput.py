@@ -288,8 +288,7 @@ class JobSummary:
     samples_per_s: float | None  # samples per second of all members over the last 15 seconds; None if never reported
     began: float  # wall clock at which its first agent began, in seconds since 1970; 0 for a job without a ledger
     elapsed_s: float  # seconds since then, until now or until the job ended
-    # Seconds by category: train, save, load, rollback, rendezvous, idle, down; their sum is `elapsed_s`
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float]  # seconds by `TimeCategory`, in lower case; their sum is `elapsed_s`
     goodput: float | None  # train / elapsed, from 0 to 1; None if no step was reported
     worker_goodput: float | None  # share of its workers' seconds that trained; None if no step was reported
     nodes: tuple[NodeStatus, ...]  # members by rank, then other live nodes, then those that are gone, the latest first

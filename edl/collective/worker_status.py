@@ -43,10 +43,7 @@ class Phase(enum.IntEnum):
 
 
 class _Fields(ctypes.Structure):
-    """The fields in a page: eight bytes each at a multiple of eight, so that a reader never sees half of a number.
-
-    A change here is a change of the format (`_MAGIC`).
-    """
+    """The page's fields: eight aligned bytes each, so no reader sees half a number. A change needs a new `_MAGIC`."""
 
     _fields_ = (
         ("magic", ctypes.c_char * len(_MAGIC)),

@@ -250,7 +250,6 @@ def _agree_on_script(context: AgentContext) -> None:
 
 @contextmanager
 def _logged_if_slow(line: str) -> Iterator[None]:
-    """Log `line` if the block takes longer than `_SILENT_S`."""
     timer = threading.Timer(_SILENT_S, logger.info, (line,))
     timer.daemon = True
     timer.start()

@@ -36,10 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobRun:
-    """Names the job's run in its checkpoints (`edl.collective.checkpoint.storage.folder`).
-
-    The name lasts as long as the job's records in the Store, which also count its generations.
-    """
+    """Names the job's run in its checkpoints, for as long as the Store has the records that count its generations."""
 
     def __init__(self, store: Store, job: str) -> None:
         self._store = store
@@ -92,10 +89,7 @@ class ShutdownState:
 def store_last_state(
     persister: CheckpointPersister, signals: StopSignals, shutdown: ShutdownState, *, resumable: bool
 ) -> None:
-    """Wait until the last checkpoint is stored, for a limited time or until a second signal. Closes `persister`.
-
-    `resumable` says whether a later start of the same command can store a state from memory.
-    """
+    """Wait until the last checkpoint is stored, for a limited time or until a second signal. Closes `persister`."""
     done = shutdown.code == ExitCode.DONE
     # Slurm itself ends the wait, by its KillWait or GraceTime, which were chosen for what the storage needs.
     patient = done or (signals.slurm and signals.stopping)

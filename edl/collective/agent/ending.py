@@ -34,9 +34,6 @@ class ExitCode(IntEnum):
     )
 
 
-# --- The signals that stop an agent ---
-
-
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SIGNALS_IN_SLURM = (*_SIGNALS, signal.SIGUSR1)  # what `#SBATCH --signal=USR1@60` sends before the time limit
 
@@ -124,10 +121,7 @@ class TerminationMessage:
 
 
 def write_termination_message(path: str, message: TerminationMessage) -> None:
-    """Write why this agent ended to a file. A failure is only logged, since it must not change how the agent ends.
-
-    The file is overwritten in place by a single call: in a container it is a mount, onto which nothing can be renamed.
-    """
+    """Write why this agent ended to a file, in place, since in a container it is a mount. A failure is only logged."""
     if not path:
         return
     data = message.encode()

@@ -117,8 +117,7 @@ class HostFolder:
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
         """Release the folder. `keep` leaves its state to the next agent of this job, if it may be this node's (`used`).
 
-        If the job has `ended`, what agents that died on this host left is removed, except for states that were not
-        stored.
+        If the job has `ended`, what dead agents left on this host is removed, except for states that were not stored.
         """
         with _locked_folder(self.path.parent):
             if ended:

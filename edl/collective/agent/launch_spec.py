@@ -37,10 +37,7 @@ def has_gpu_build() -> bool:
 
 
 class ReservedPorts:
-    """Consecutive ports from `port` on that the kernel gives to no other process, until `close`.
-
-    They are bound but not listened on, and all sides set `SO_REUSEADDR`, so Paddle's trainers can bind and listen.
-    """
+    """Consecutive ports from `port` on, bound with `SO_REUSEADDR` until `close`, so that trainers can listen there."""
 
     def __init__(self, count: int) -> None:
         for _ in range(_TRIES):

@@ -69,8 +69,7 @@ class Exclusions:
         self._store.delete(self._key)
 
 
-# How long after its lease's end a member may return once the store answers: a client's longest pause between attempts
-_RENEWAL_RETRY_S: Final = 2.0
+_RENEWAL_RETRY_S: Final = 2.0  # in which members return once the store answers: a client's longest pause in retries
 _RECORD_LOST_S: Final = 8.0  # before a missing record is believed: a store that has just started may seem empty
 
 
@@ -86,10 +85,7 @@ class JobRecords:
 
 
 class Membership:
-    """This node in a job: its record under a lease, and the records of the job and the other nodes.
-
-    Only `read_world` may be called from any thread. Threads of this object call `wake` when a record may have changed.
-    """
+    """This node's record under a lease, and all records of its job. Threads call `wake` when one may have changed."""
 
     def __init__(
         self,
@@ -114,8 +110,7 @@ class Membership:
         self._absent_until = -math.inf  # until then, a missing member only counts as late
         self._last: World | None = None
         self._lost_since: float | None = None
-        self.node = node
-        """This node's record as it should be in the store."""
+        self.node = node  # this node's record as it should be in the store
         self._leased_at = self._clock()
         watches = [store.watch(self._world_key), store.watch(self._nodes_prefix)]
         self._loops = [BackgroundLoop("edl-records", partial(self._follow, watch), watch.close) for watch in watches]

@@ -138,7 +138,6 @@ class NodeReconciler:
         return world.position(self._context.id) if world.state is JobState.RUNNING else None
 
     def _note_place(self, waits: bool, world: World) -> None:
-        """Log once when this node begins to wait for a place."""
         if waits and not self._waits_for_place:
             nodes = _count(len(world.nodes), "node")
             logger.info("the job has its maximum of %s: waiting for a place", nodes)
@@ -427,10 +426,7 @@ class NodeReconciler:
         return code
 
     def _missed_generation(self, world: World) -> str:
-        """Return why this node's workers of the current generation no longer run, or "" if they do.
-
-        They cannot be started again in it: their ranks have already met.
-        """
+        """Return why this node's workers stopped for the rest of this generation, whose ranks have met; else ""."""
         same = world.state is JobState.RUNNING and world.generation == self._worker_group.generation
         over = self._worker_group.running or self._membership.node.finished == world.generation
         stopped = same and world.position(self._context.id) is not None and not over

@@ -69,10 +69,7 @@ class ChangeTimer(Generic[T]):
 
 
 def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
-    """Return whether nodes that want to join must wait for a member that is busy, for instance with an evaluation.
-
-    They do not wait while a member is leaving: a host can be preempted within seconds.
-    """
+    """Return whether joining nodes wait for a busy member: not while one leaves, as hosts are preempted in seconds."""
     members = [nodes[member.id] for member in world.nodes if member.id in nodes]
     return any(node.busy == world.generation for node in members) and not any(node.leaving for node in members)
 
@@ -101,10 +98,7 @@ def next_world(
 
 
 def failed_world(world: World, message: str, cause: str = "", rank: int = -1) -> World:
-    """Return the record of a job that ends on all nodes because of the user's code, whose `rank` failed first.
-
-    The middle of a long message is left out, since the error itself is at the end.
-    """
+    """Return the record of a job that the user's code ended on `rank`. A long message keeps its end, the error."""
     kept = message
     if len(message) > _MESSAGE_CHARS:
         kept = f"{message[: _MESSAGE_CHARS // 4]}\n[...]\n{message[-_MESSAGE_CHARS * 3 // 4 :]}"

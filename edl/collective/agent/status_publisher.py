@@ -225,10 +225,7 @@ class StatusPublisher:
         self._worker_group = worker_group
 
     def charge_time(self, doing: TimeCategory, replicated_us: int = 0) -> None:
-        """Charge the time until now to what the agent did: TRAIN if it has workers, whose status pages say more.
-
-        `replicated_us` is the wall clock of the newest state that another node has a replica of; 0 for none.
-        """
+        """Charge the time until now to `doing`. `replicated_us` dates the newest state that has a replica; or is 0."""
         assert self._worker_group is not None, "follow_workers is called first"
         self._replicated_us = replicated_us
         now = time.monotonic()

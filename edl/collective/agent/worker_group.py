@@ -68,9 +68,8 @@ _INTERVAL_S: Final = 0.2  # between two beats: several fit into a lease, so a la
 class Heartbeat:
     """Beats until `close`, while it is allowed to, even while the agent waits for the store.
 
-    `beat` gets the moment that it is dated with, so a process that was stopped in a turn sends an old one. After its
-    thread had no turn for `stopped_s` seconds, this process counts as having been stopped, and `wake` has the records
-    read.
+    `beat` gets its date, so a process that was stopped in a turn sends an old one. After `stopped_s` seconds without a
+    turn of its thread, this process counts as having been stopped, and `wake` has the records read.
     """
 
     def __init__(
@@ -145,10 +144,7 @@ def worker_environment(spec: LaunchSpec, world: World, member: Member, local_ran
 
 
 def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bool = False) -> dict[str, str]:
-    """Return what `paddle.distributed.launch` sets for a trainer of collective training.
-
-    With `gpu`, Paddle uses GPUs, one per trainer; otherwise trainers communicate through gloo.
-    """
+    """Return what `paddle.distributed.launch` sets for a trainer, with a GPU each if `gpu`, otherwise with gloo."""
     rank = member.first_rank + local_rank
     endpoints = [
         f"{node.addr}:{node.port + 1 + place}" for node in world.nodes for place in range(node.local_world_size)
@@ -173,10 +169,7 @@ def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bo
 
 
 def _threads(world: World, member: Member) -> dict[str, str]:
-    """Divide a host's cores among the workers of several nodes on it, unless the user set OMP_NUM_THREADS.
-
-    OpenMP's threads spin: on two cores, two workers with two threads each take ten times as long as with one.
-    """
+    """Divide a host's cores among workers of its nodes: OpenMP spins, so twice the threads took ten times as long."""
     here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
     if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
         return {}
@@ -246,8 +239,6 @@ class WorkerGroup:
         self.hangs = HangDetector(spec.hang)
         self.heartbeat = Heartbeat(spec.ttl_s / 2, self._record_heartbeat, host.touch, lambda: report(None))
 
-    # --- Starting and stopping ---
-
     def warm_up(self) -> str:
         """Get ready to fork, and return what could not be imported ahead of time, as text."""
         self._pool.warm_up(raise_if_stopping=self._raise_if_stopping)
@@ -305,8 +296,6 @@ class WorkerGroup:
         self._stop_log_tails()
         self.heartbeat.close()
 
-    # --- What is known about them ---
-
     def handle_event(self, event: WorkerExit | ZygoteLost) -> None:
         if isinstance(event, ZygoteLost):
             self._outcome.record_lost_zygote(self.first_rank)
@@ -356,7 +345,6 @@ class WorkerGroup:
     def judge_failures(
         self, forgiven: int, others_ended: Collection[int] = (), *, missing: bool = False, known_at: float = math.inf
     ) -> RecoveryDecision | None:
-        """Decide what follows from the failures of this generation (`GenerationOutcome.decide_recovery`)."""
         if not self.running or self.terminating:
             return None
         progress = self._progress()

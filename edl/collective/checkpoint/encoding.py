@@ -29,8 +29,7 @@ from edl.errors import ProtocolError, SettingsError
 
 Path = tuple[Any, ...]  # where in the whole value a part is: names, keys and indices from the outside in
 
-# Stores a tensor or numpy array separately. Returns the number by which it is loaded when decoding.
-StoreTensor = Callable[[Any, Path], int]
+StoreTensor = Callable[[Any, Path], int]  # stores a tensor or numpy array, and returns the number to load it by
 
 LoadTensor = Callable[[int], Any]  # returns that tensor, or the bytes of that numpy array as uint8
 
@@ -328,7 +327,6 @@ def pack_table(
 def pack_meta(
     kinds: dict[str, str], tree: dict[str, bytes], local: dict[str, bytes], table: bytes, per_rank: Iterable[str] = ()
 ) -> bytes:
-    """Return the metadata, made from encoded fields and a packed table."""
     parts = (to_json(kinds), _join(tree), _join(local), to_json(sorted(per_rank)), table)
     return b'{"format":%d,"kinds":%b,"tree":%b,"local":%b,"per_rank":%b,%b}' % (_FORMAT, *parts)
 

@@ -192,8 +192,7 @@ class Draws:
     def __init__(self) -> None:
         self.numbers: dict[str, Any] = {}
         self.own: list[torch.Tensor | None] = []
-        self.workers: list[bool] = []
-        """For each loader, whether its persistent workers existed before, so their seed was drawn before `numbers`."""
+        self.workers: list[bool] = []  # by loader: whether persistent workers' seed was drawn before `numbers`
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -33,8 +33,7 @@ from edl.settings import read
 class BoundaryCheckpointer:
     """Saves a `State` where a step begins, and once more at the end."""
 
-    _opened: ClassVar[bool] = False
-    """Whether a loop of this process has already begun with the job's saved state."""
+    _opened: ClassVar[bool] = False  # whether a loop of this process has already begun with the job's saved state
 
     def __init__(self, options: dict[str, Any]) -> None:
         """Create a checkpointer, without opening it; `options` are those of the `Checkpointer`."""

@@ -20,8 +20,7 @@ from edl.collective.checkpoint.state.state import State
 from edl.collective.integrations import loop_position
 from edl.errors import SettingsError
 
-# Passed as a checkpoint, it makes the Trainer skip the batches that were trained, but has no files to load
-_NO_FOLDER: Final = "/dev/null/no-folder"
+_NO_FOLDER: Final = "/dev/null/no-folder"  # a checkpoint without files, so the Trainer only skips trained batches
 _POSITION: Final = frozenset({"epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint", "epoch"})
 _RESTORED: Final = (
     "epoch",
@@ -117,7 +116,6 @@ class ElasticCallback(transformers.TrainerCallback):
         self._progress.updates += 1
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the last state, and have it stored."""
         if not self._progress.finished:
             self._progress.finished = True
             self._boundary.save_end(state.global_step - 1)
@@ -174,8 +172,7 @@ class _Progress:
         self.epoch = self.updates = 0
         self.finished = False
         self.order: dict[str, Any] = {}
-        self.used_loaders: set[str] = set()
-        """Evaluation loaders whose persistent workers were created before a restart, and not since."""
+        self.used_loaders: set[str] = set()  # for evaluation; with persistent workers from before a restart only
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer

@@ -195,8 +195,6 @@ class ElasticSampler(Sampler[list[int]]):
         self._passed = False
         self._order: tuple[int, npt.NDArray[np.int64], int] | None = None
 
-    # --- Trained samples ---
-
     @property
     def global_batch(self) -> int:
         """Samples in the next optimizer step over all ranks, unless it is the last of an epoch."""
@@ -314,8 +312,6 @@ class ElasticSampler(Sampler[list[int]]):
             if at < handed:
                 raise SettingsError(f"cannot change the batch at sample {at}: {handed} were already handed out")
             self._sizes = [size for size in self._sizes if size[0] < at] + [(at, global_batch)]
-
-    # --- Iteration ---
 
     def __len__(self) -> int:
         """Return the number of global batches in this epoch that are not trained yet."""

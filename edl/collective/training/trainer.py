@@ -215,8 +215,6 @@ class ElasticTrainer:
         """The factor by which the policy multiplies the optimizer's learning rates in the next step."""
         return self._scaling.factor(self.noise)
 
-    # --- One step ---
-
     def micro_batches(
         self, batch: B, rows: int | None = None, *, weights: Tensor | Sequence[float] | None = None
     ) -> Iterator[B]:

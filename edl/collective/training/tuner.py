@@ -30,8 +30,7 @@ from edl.errors import SettingsError
 
 logger = logging.getLogger("edl.collective")
 
-# Ranks, rows per micro-batch, and micro-batches per step; the last two on the rank that has most
-StepShape: TypeAlias = tuple[int, int, int]
+StepShape: TypeAlias = tuple[int, int, int]  # ranks; rows per micro-batch and micro-batches, on the rank with most
 
 
 def fit_step_time(measured: Mapping[StepShape, float]) -> npt.NDArray[np.float64]:

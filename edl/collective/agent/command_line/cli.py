@@ -152,7 +152,6 @@ def _open_store(
 
 
 def _log_unused_options(options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str) -> None:
-    """Log which of torchrun's options for the meeting place are ignored."""
     default = parser().get_default
     unused = [name for name in _UNUSED if getattr(options, name, None) != default(name)]
     if endpoint is not None or url == options.rdzv_endpoint:

@@ -50,10 +50,7 @@ def own_address(store_url: str) -> str:
 
 
 def warn_of_slow_name(address: str) -> None:
-    """Look up an address's name as torch does at every connection, for log lines, and warn if that takes long.
-
-    torch's stores connect by IPv6, even to IPv4 addresses, so an IPv4 line in /etc/hosts does not help.
-    """
+    """Warn if looking up an address's name is slow: torch does it at every connection, by IPv6 even for IPv4."""
     mapped = address if ":" in address else f"::ffff:{address}"
     began = time.monotonic()
     with contextlib.suppress(OSError):

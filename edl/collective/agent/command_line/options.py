@@ -167,10 +167,7 @@ _FROM_SLURM = ("nnodes", "nproc_per_node", "rdzv_id")
 
 
 def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Namespace:
-    """Parse a command line. In a task of a Slurm step, options that are not given are derived from the step.
-
-    torchrun's own variables (such as `PET_NNODES`) count as given.
-    """
+    """Parse a command line. A Slurm step supplies what neither options nor torchrun's variables (`PET_NNODES`) give."""
     options = parser()
     parsed: argparse.Namespace
     if step is None:

@@ -101,10 +101,7 @@ class SlurmStep:
 
     @property
     def rendezvous_port(self) -> int:
-        """The port at the first host where the step's tasks meet, below those of outgoing connections (32768).
-
-        A task's next run has another port, because a slower task may still serve the previous run's store.
-        """
+        """The port where tasks meet, below outgoing ones (32768). A slow task may still serve the last run's."""
         return 29400 + (self.job + self.step + 1000 * self.run) % 3000
 
     @property
@@ -166,10 +163,7 @@ _RECORD_NBYTES: Final = 64  # of a task's file: a number, and a digest of 16 dig
 
 
 class TaskRuns:
-    """The earlier runs of this task, and from `__enter__` on the current one.
-
-    `command` is a digest of what this run runs. `ended` is the number of runs whose job has ended.
-    """
+    """The earlier runs of this task, and from `__enter__` on the current one, with the digest `command`."""
 
     def __init__(self, step: SlurmStep, command: str, folder: Path | None = None) -> None:
         self._folder = _default_folder() if folder is None else folder

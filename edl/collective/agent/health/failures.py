@@ -45,8 +45,7 @@ class ExitCause(Enum):
     """Why a worker failed."""
 
     KILLED = "killed"  # by a signal, or a process that loads its data was: memory, preemption, a crash
-    PEER_LOST = "contact"
-    """It lost contact with another rank; the cause is elsewhere. Paddle's gloo and NCCL's watchdog then use SIGABRT."""
+    PEER_LOST = "contact"  # with another rank, where the cause is; Paddle's gloo and NCCL's watchdog use SIGABRT
     ERROR = "error"  # the script raised (a failed assertion in a kernel counts too), or ended with a nonzero exit code
     HARDWARE = "hardware"  # a GPU of the node is broken
     UNCLEAR = "unclear"  # a kernel made an illegal access or the like: either its own error, or the GPU's
@@ -62,9 +61,6 @@ def find_gpu_fault(text: str) -> tuple[ExitCause, str] | None:
         if found := pattern.search(text):
             return cause, found[0].strip()
     return None
-
-
-# --- Why workers ended, and what follows ---
 
 
 # What torch raises in a rank whose peer is gone: its own exception types, or words that only gloo, NCCL and torch use.

@@ -162,9 +162,6 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-# --- How long a worker may go without progress ---
-
-
 _ENOUGH_STEPS: Final = 3  # measured steps from which on their median counts: the first two compile and open files
 _LATER_S: Final = 60.0  # extra for ranks that wait for one that hangs, so that it is named: above the time of a check
 
@@ -199,10 +196,7 @@ class ProgressLimit:
 
 
 def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
-    """Return how long a worker may continue as it is; None if it is not watched.
-
-    Steps from before `forked_s`, when this worker was forked, were made by another worker with the same page.
-    """
+    """Return a worker's limit; None if it is not watched. Steps from before `forked_s` were made by another worker."""
     if status.phase in (Phase.PAUSE, Phase.EXIT):
         return None  # these wait for others, and have their own limits
     if status.phase is Phase.BUSY:
@@ -264,10 +258,8 @@ class HangDetector:
         self._activity = activity or ActivityMonitor()
         self._forked_s = 0.0
         self._awaited_s = 0.0
-        self.busy = False
-        """Whether a worker here does something long, so that ranks that wait for it do not count as hung."""
-        self.others_busy = False
-        """Whether a worker of another node does something long."""
+        self.busy = False  # whether a worker here does something long, so that ranks that wait for it are not hung
+        self.others_busy = False  # whether a worker of another node does something long
 
     def begin_generation(self, forked_s: float) -> None:
         self._forked_s = forked_s

@@ -69,10 +69,7 @@ def first_groups(nodes: Sequence[str]) -> Groups:
 
 
 def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
-    """Pair every suspect, of a group in which a node failed or was slow, with a node that passed, while there are such.
-
-    If partners run out, the suspects that answered are paired with each other. The silent ones then work alone.
-    """
+    """Pair suspects, whose group failed or was slow, with nodes that passed; of the rest, silent ones work alone."""
     slow = _slow([first], factor)
     bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
     silent = [node for node in nodes if node not in first]

@@ -57,10 +57,8 @@ class PeerConnections:
         self._on_gone = on_gone
         self._listener = open_listener(backlog=_BACKLOG)
         self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        """The port to which others connect."""
-        self.heard: set[str] = set()
-        """Nodes that have sent their name over a connection that still exists."""
+        self.port: int = self._listener.getsockname()[1]  # to which others connect
+        self.heard: set[str] = set()  # nodes that have sent their name over a connection that still exists
         self._accepted: set[asyncio.Task[None]] = set()
         self._watches: dict[tuple[str, Address], asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()

@@ -119,10 +119,7 @@ class ZygoteLost:
 
 
 class WorkerProcesses:
-    """The zygote of a node and the workers that it forked.
-
-    A thread of this object calls `report` with every `WorkerExit` and `ZygoteLost`.
-    """
+    """A node's zygote and the workers that it forked. A thread reports every `WorkerExit` and `ZygoteLost`."""
 
     def __init__(
         self,
@@ -145,8 +142,7 @@ class WorkerProcesses:
         self._ready: PreloadResult | None = None
         self._lost = True
         self._closing = False
-        self.import_failures = ""
-        """What could not be imported ahead of time, as text; set by `warm_up`."""
+        self.import_failures = ""  # what could not be imported ahead of time, as text; set by `warm_up`
 
     @property
     def prewarmed(self) -> bool:

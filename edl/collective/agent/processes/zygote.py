@@ -80,8 +80,7 @@ class ProgramSpec:
 class ForkRequest:
     """A request to fork a worker."""
 
-    # Variables added to the zygote's. `EDL_STDOUT` and `EDL_STDERR` are files for the worker's output.
-    environ: dict[str, str] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)  # added to the zygote's; EDL_STDOUT, EDL_STDERR are files
     stacks: str = ""  # file for its stacks, when SIGUSR2 asks for them; empty for none
 
     def encode(self) -> bytes:
@@ -392,10 +391,7 @@ def arm_interruption() -> None:
 
 
 def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Run a program as `__main__`. Returns when it has ended without an error, else raises SystemExit.
-
-    `kind` is `script` (a file, or a folder or archive with a `__main__.py`) or `module`.
-    """
+    """Run a `script` (file, folder or archive) or `module` as `__main__`. Raises SystemExit unless it ends well."""
     sys.argv = [target, *arguments]
     sys.orig_argv = [*sys.orig_argv[:1], *command_line(kind, target, arguments)]
     program = sys.modules["__main__"].__dict__

@@ -90,11 +90,7 @@ class ReplicaFolder:
 
 
 class ReplicaSlots:
-    """States that a worker keeps for replicas, and replicas of other nodes' states.
-
-    Attributes:
-        slots: Second names of this worker's own kept states. Only read or invalidate them.
-    """
+    """A worker's states kept for replicas (`slots`; only read or invalidate these), and replicas of other nodes'."""
 
     def __init__(self, slots: Path, folder: ReplicaFolder) -> None:
         self.slots = SlotPair(kept_prefix(slots))

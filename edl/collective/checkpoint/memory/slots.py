@@ -49,8 +49,7 @@ _CRC_AT: Final = _FIELDS_AT + _FIELDS.size
 _END: Final = _CRC_AT + 4
 _ALIGN: Final = 64  # a cache line, so that metadata and tensors share none
 
-# Generation, step and world of a state: the same on all ranks that saved it, and sorted from old to new
-StateVersion = tuple[int, int, int]
+StateVersion = tuple[int, int, int]  # generation, step and world of a state: the same on all ranks, sorted by age
 
 
 @dataclass(frozen=True, order=True)
@@ -251,8 +250,7 @@ def find_marked_slots(prefix: Path) -> list[CompleteSlot]:
 def unmark_slot(prefix: Path, stored: StateVersion) -> None:
     """Remove a worker's mark for storage if the marked state is `stored` or older.
 
-    The worker may mark a newer state at any moment. So the mark is renamed before it is read, and put back if it is
-    newer: a mark that is read and then removed by name might not be the one that was read.
+    The worker may mark a newer one at any moment, so the mark is renamed before it is read, and put back if newer.
     """
     marked, taken = marked_path(prefix), storing_path(prefix)
     taken.unlink(missing_ok=True)  # renaming to another name of the same file would do nothing

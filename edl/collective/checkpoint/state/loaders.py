@@ -120,8 +120,7 @@ _FORM: Final = 2  # of a position; in the first one, torchdata iterated over str
 class _IteratorMaker:
     """Stands in for a loader's method, to give torchdata a `_Source` and to make the iterator of an interrupted epoch.
 
-    `source` is the loader's stream, or its sampler if that has a state. `place` is where the next iterator resumes, if
-    not {}.
+    `source` is the loader's stream, or its sampler if that has a state. `place` is where to resume, if not {}.
     """
 
     def __init__(self, loader: Any, place: dict[str, Any]) -> None:

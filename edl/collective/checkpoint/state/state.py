@@ -52,17 +52,11 @@ _RNG: Final = "rng"
 
 @dataclass(frozen=True)
 class WorldChange:
-    """Passed to adjust functions: a state was restored into a world of another size.
+    """Passed to adjust functions: a state was restored into a world of another size."""
 
-    Attributes:
-        old_size: Number of ranks that saved the state.
-        new_size: Number of ranks now.
-        step: Last finished step.
-    """
-
-    old_size: int
-    new_size: int
-    step: int
+    old_size: int  # number of ranks that saved the state
+    new_size: int  # number of ranks now
+    step: int  # last finished step
 
 
 Adjust = Callable[[WorldChange], object]

@@ -327,7 +327,6 @@ _NO_MESH = (
 
 
 def unrestorable_error(entry: TensorEntry, layout: ShardLayout) -> SettingsError:
-    """Return the error for a save that no restart could use."""
     return SettingsError(f"{entry.key} could be saved, but not restored: {_NO_MESH.format(layout=layout)}")
 
 

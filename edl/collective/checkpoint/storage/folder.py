@@ -174,10 +174,7 @@ _CHUNK_NBYTES: Final = 8 << 20  # shows progress on slow storage, and is above t
 
 
 class ChecksumWriter(io.RawIOBase):
-    """Passes bytes on to an open file, counting them and computing their checksum.
-
-    `written` is called with the number of bytes of each chunk that the file has taken.
-    """
+    """Passes bytes to an open file, counts and checksums them, and calls `written` with the size of each chunk."""
 
     def __init__(self, file: Any, written: Callable[[int], object] = lambda nbytes: None) -> None:
         super().__init__()
@@ -185,8 +182,7 @@ class ChecksumWriter(io.RawIOBase):
         self._written = written
         self._crc = 0
         self._size = 0
-        self.failure: OSError | None = None
-        """The first error of the file system, which torch turns into another error."""
+        self.failure: OSError | None = None  # the first error of the file system; torch raises another in its place
 
     def writable(self) -> bool:
         return True
@@ -231,10 +227,7 @@ def absolute_url(url: str) -> str:
 
 
 class CheckpointFolder:
-    """Checkpoints under one URL. All errors of the file system are raised as `OSError`.
-
-    `written_nbytes` counts what the storage has accepted so far, which shows that it makes progress.
-    """
+    """Checkpoints under one URL. All errors are `OSError`; `written_nbytes` shows that the storage makes progress."""
 
     def __init__(self, url: str) -> None:
         import fsspec.core  # type: ignore[import-untyped]

@@ -81,9 +81,8 @@ class CheckpointWriter:
     def write_newest(self, slots: Sequence[Path], *, marked: bool = False) -> tuple[int, bool] | None:
         """Store the newest state, `marked` or any, that all of `slots` hold and that was not stored yet.
 
-        Returns the state's step, and whether the checkpoint is complete now: if not, other nodes have not written their
-        parts yet. None if nothing was stored: there was nothing to store, the run has no name yet, the fence refused,
-        or a marked state was overwritten too soon, in which case a newer state is marked.
+        Returns the step, and whether the checkpoint is complete or lacks other nodes' parts. None if nothing was
+        stored: there was nothing, the run has no name, the fence refused, or a newer state was marked meanwhile.
 
         Raises:
             TemporaryError: The storage failed, there was too little memory, or the state was overwritten too soon.

@@ -327,10 +327,7 @@ def last_step_before(store: Store, job: str, generation: int) -> int:
 
 
 def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
-    """Summarize the Store's records of a job at the wall clock `now_us` in microseconds.
-
-    A job that has not ended and is silent has been down until now. A job that ended did so at its last sign of life.
-    """
+    """Summarize a job's records at the wall clock `now_us`. A silent job has been down until now, unless it ended."""
     parts = list(parts)
     world = next((part for part in parts if isinstance(part, World)), None)
     records = [part for part in parts if isinstance(part, NodeRecord)]

@@ -100,7 +100,7 @@ class LaunchSpec:
     resumable: bool = True  # whether the job has a name: only then is its state kept, and other nodes can join
     command: str = ""  # digest of what a job without a name runs, to recognize another's states
     slurm: bool = False  # whether this node is a task of a Slurm step, so that signals come from Slurm
-    leave_on_oom: bool = False  # whether to leave, for a start with more memory, if the kernel killed one for it
+    leave_on_oom: bool = False  # whether to leave after an out-of-memory kill, for a start with more memory
     termination_log: str = ""  # file for the message that says why this node ended; empty for none
 
 

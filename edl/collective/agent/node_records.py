@@ -46,10 +46,7 @@ class Exclusions:
         return None if entry is None else Exclusion.decode(entry.value)
 
     def find_same_elsewhere(self, exclusion: Exclusion) -> Exclusion | None:
-        """Find another host that was excluded for an unclear fault, if the job has not got past that step since.
-
-        Then the fault has moved from host to host, as an error in a kernel of the script does.
-        """
+        """Find another host with an unclear fault at this step or later: an error of the script moves between hosts."""
         for entry in self._store.list(self._folder):
             other = Exclusion.decode(entry.value)
             if entry.key != self._key and not other.clear and exclusion.step <= other.step:
@@ -69,7 +66,7 @@ class Exclusions:
         self._store.delete(self._key)
 
 
-_RENEWAL_RETRY_S: Final = 2.0  # in which members return once the store answers: a client's longest pause in retries
+_RENEWAL_RETRY_S: Final = 2.0  # in which members return after the store does: a client's longest pause between tries
 _RECORD_LOST_S: Final = 8.0  # before a missing record is believed: a store that has just started may seem empty
 
 

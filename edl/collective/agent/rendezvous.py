@@ -98,7 +98,7 @@ def next_world(
 
 
 def failed_world(world: World, message: str, cause: str = "", rank: int = -1) -> World:
-    """Return the record of a job that the user's code ended on `rank`. A long message keeps its end, the error."""
+    """Return the record of a job that the user's code ended on `rank`. Of a long message, the middle is left out."""
     kept = message
     if len(message) > _MESSAGE_CHARS:
         kept = f"{message[: _MESSAGE_CHARS // 4]}\n[...]\n{message[-_MESSAGE_CHARS * 3 // 4 :]}"

@@ -82,10 +82,7 @@ class Ledger:
         self._recent: deque[ProgressMark] = deque()
 
     def observe(self, now_s: float, doing: TimeCategory, statuses: Sequence[WorkerStatus], reached: int = -1) -> None:
-        """Charge the time since the last observation, and record what the agent does from now on.
-
-        `reached` is the last step that any node finished before the workers' generation, if known.
-        """
+        """Charge the time since the last observation. `reached` is the last step of any node before this generation."""
         length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
         self._at_us += length_us
         self._reached = max(self._reached, reached)

@@ -68,8 +68,8 @@ _INTERVAL_S: Final = 0.2  # between two beats: several fit into a lease, so a la
 class Heartbeat:
     """Beats until `close`, while it is allowed to, even while the agent waits for the store.
 
-    `beat` gets its date, so a process that was stopped in a turn sends an old one. After `stopped_s` seconds without a
-    turn of its thread, this process counts as having been stopped, and `wake` has the records read.
+    `beat` gets the time to record, so a process that was stopped in a turn sends an old one. After `stopped_s` seconds
+    without a turn of its thread, this process counts as having been stopped, and `wake` has the records read.
     """
 
     def __init__(

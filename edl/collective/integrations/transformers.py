@@ -172,7 +172,7 @@ class _Progress:
         self.epoch = self.updates = 0
         self.finished = False
         self.order: dict[str, Any] = {}
-        self.used_loaders: set[str] = set()  # for evaluation; with persistent workers from before a restart only
+        self.used_loaders: set[str] = set()  # evaluation loaders that last created persistent workers before a restart
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer

@@ -77,10 +77,7 @@ def _check_warmup(samples: int) -> None:
 
 
 class RateScaling:
-    """The learning rate factor and the progress of a training run.
-
-    `progress` is in samples: those trained or, with `AdaScale`, its scale-invariant steps times the base batch.
-    """
+    """Learning rate factor and progress in samples: those trained or, with `AdaScale`, its steps times `base_batch`."""
 
     def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:
         if base_batch < 1 or batch < 1:

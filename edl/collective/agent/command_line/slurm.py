@@ -101,7 +101,7 @@ class SlurmStep:
 
     @property
     def rendezvous_port(self) -> int:
-        """The port where tasks meet, below outgoing ones (32768). A slow task may still serve the last run's."""
+        """The port where tasks meet, below outgoing ones (32768); another per run, as a slow task may still serve."""
         return 29400 + (self.job + self.step + 1000 * self.run) % 3000
 
     @property

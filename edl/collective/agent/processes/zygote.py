@@ -88,7 +88,7 @@ class ForkRequest:
 
 
 def zygote_command(descriptor: int, program: ProgramSpec) -> list[str]:
-    """Return the command that starts a zygote, which shows the program in `ps`; `descriptor` is its socket."""
+    """Return the command that starts a zygote, which shows the program in `ps` and inherits the socket `descriptor`."""
     package = Path(__file__).parents[3]
     shown = [program.target, *program.arguments]
     return [sys.executable, "-u", "-c", _COMMAND, str(descriptor), str(os.getpid()), str(package), *shown]

@@ -90,7 +90,7 @@ class ReplicaFolder:
 
 
 class ReplicaSlots:
-    """A worker's states kept for replicas (`slots`; only read or invalidate these), and replicas of other nodes'."""
+    """A worker's states kept for replicas (`slots`; only read or invalidate these), and other nodes' replicas."""
 
     def __init__(self, slots: Path, folder: ReplicaFolder) -> None:
         self.slots = SlotPair(kept_prefix(slots))

@@ -45,7 +45,7 @@ class RestorePlan:
     step: int
     world: int
     holders: tuple[int, ...]  # for each of these, the present rank that has its part; -1 if another held the same
-    sources: tuple[int, ...]  # for each present rank, the rank whose slot it takes; empty if parts are reassembled
+    sources: tuple[int, ...]  # for each present rank, the rank whose slot it copies; empty to reassemble parts
     parts: tuple[int, ...]  # for each present rank, the rank of that world whose part it takes
     from_replicas: bool = False  # whether some part is in no rank's own slots, but only in a replica, which may be old
 
@@ -66,8 +66,7 @@ def choose_state(
     held the same shards; any of them is better than a replica, which must be compared with storage.
 
     `before` is the step after which the workers hung, if they did. An earlier state is then preferred if every rank of
-    this world has its own part: whatever the script did after that step is repeated, while the training loop would skip
-    it.
+    this world has its own part, so that whatever the script did after that step is repeated.
     """
     held = _group_by_state(offers)
     size = len(offers)

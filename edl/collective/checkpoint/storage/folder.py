@@ -72,10 +72,7 @@ class CheckpointName:
 
 
 def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
-    """Sort checkpoints from new to old, with those that their own run has abandoned at the end.
-
-    Those have a later generation of the run with the same or an earlier step: it resumed before them.
-    """
+    """Sort checkpoints from new to old. Those before which a later generation of their run resumed come last."""
     ordered = sorted(names, reverse=True)
 
     def is_abandoned(name: CheckpointName) -> bool:

@@ -1,9 +1,8 @@
 """Idle capacity of a cluster: nodes and pods as JSON -> `ClusterCapacity`, which counts how many equal pods would fit.
 
-Amounts are whole thousandths, so that sums are exact and comparisons cheap: Kubernetes schedules in no smaller unit (a
-CPU's `1m`). `CapacityWatch` follows nodes and pods, and needs the read-only ClusterRole `edl-capacity` (list and watch
-both); all else is pure. Without the role, capacity is unknown. The log says so once, and the watch retries every few
-seconds, so a role added later is noticed. Who gets idle capacity is decided in `edl.master.scaling.arbitration`.
+Amounts are whole thousandths, the smallest unit that Kubernetes schedules (a CPU's `1m`), so sums are exact. Without
+the read-only ClusterRole `edl-capacity` (list and watch nodes and pods), capacity is unknown; the watch retries every
+few seconds, so a role added later is noticed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ Amounts = Mapping[str, int]
 """Resource name -> thousandths."""
 
 ONE: Final = 1000
-"""One whole unit of a resource."""
 PODS: Final = "pods"
 """The resource of which every pod takes one without requesting it."""
 
@@ -92,7 +90,6 @@ _REPELLING: Final = frozenset({"NoSchedule", "NoExecute"})
 
 
 def _is_tolerated(taint: Mapping[str, Any], toleration: Mapping[str, Any]) -> bool:
-    """Return whether a toleration of a pod allows a taint of a node."""
     if toleration.get("effect") not in (None, "", taint.get("effect")):
         return False
     key = toleration.get("key") or ""
@@ -193,7 +190,6 @@ class NodeCapacity:
 
 
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
-"""Phases in which a pod holds no resources."""
 
 
 @contextmanager
@@ -215,7 +211,6 @@ class PodClaim:
         created: in the API's format; earlier texts are earlier times.
         ended: its containers have ended for good, and it holds nothing.
         deleting: with a node, it holds its resources until it is gone; without one, it waits for nothing.
-        gated: the scheduler does not consider it yet.
     """
 
     uid: str
@@ -278,10 +273,9 @@ GPU: Final = "nvidia.com/gpu"
 class ClusterCapacity:
     """A cluster's nodes and pods at a moment. Immutable.
 
-    A node's free amount is its allocatable amount, minus the requests of pods on it that have not ended (a pod being
-    deleted counts until it is gone), minus those of pods that the scheduler has nominated for the node. Other waiting
-    pods also take precedence, by priority and age: each takes the first node with room that it may run on. A pod that
-    fits nowhere takes nothing.
+    A node's free amount is its allocatable amount, minus the requests of pods on it that have not ended (even if they
+    are being deleted) and of pods that the scheduler has nominated for it. Other waiting pods also take precedence, by
+    priority and age: each takes the first node with room; one that fits nowhere takes nothing.
 
     Not modelled, so a pod may wait although it fits here: affinity and spreading among pods, host ports, volumes bound
     to nodes, devices claimed by DRA, quotas, in-place resizing of resources, and preemption.
@@ -320,25 +314,19 @@ class ClusterCapacity:
         return pod is not None and (not node or pod.node == node)
 
     def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int:
-        """Return how many pods like this could start now, after all waiting pods except those `ignored` by uid.
-
-        Raises:
-            ValueError: a quantity or a field is invalid.
-        """
+        """Return how many such pods could start now, after waiting pods not `ignored`; ValueError if one is invalid."""
         claim = pod if isinstance(pod, PodClaim) else PodClaim.of(pod)
         free = self._free(lambda other: other.uid not in ignored and _comes_first(other, claim))
         with refuse_shapes():
             return sum(_count_of(claim.requests, free[node.name]) for node in self._usable(claim))
 
     def list_gpus(self, is_lent: Callable[[PodClaim], bool], is_worker: Callable[[PodClaim], bool]) -> dict[str, int]:
-        """Return how many GPUs of each node jobs can share.
+        """Return how many GPUs of each node jobs can share: idle ones not waited for, and those of lent pods.
 
-        Idle GPUs count, and those of lent pods: workers, whose GPUs an arbiter shares, and teachers, which return
-        borrowed ones. GPUs for which another pod waits do not count.
-
-        On a node that takes no new pods, or is gone, workers keep their GPUs until their pods are asked to end: it
-        may be back in seconds, and they run on meanwhile. For the same reason a node has at least the GPUs that its
-        pods hold: when a kubelet restarts, it has none until the device plugin is back.
+        Lent pods are workers, whose GPUs an arbiter shares, and teachers on borrowed GPUs. Workers keep their GPUs on a
+        node that takes no new pods, or is gone, until their pods are asked to end: it may be back in seconds. Likewise,
+        a node has at least the GPUs that its pods hold: after a kubelet restarts, it reports none until the device
+        plugin is back.
         """
         held: dict[str, dict[str, int]] = {name: {} for name in self._nodes}
         kept: Counter[str] = Counter()
@@ -401,8 +389,7 @@ def _count_of(requests: Amounts, free: Amounts) -> int:
 
 
 _KEPT_S: Final = 60.0
-"""How long the last capacity is valid while the API server does not answer. After that, access was probably withdrawn,
-and capacity is unknown."""
+"""How long the last capacity is valid while the API server does not answer. Then access was probably withdrawn."""
 
 
 class CapacityWatch:

@@ -1,7 +1,4 @@
-"""The input and output of a planner: an `OwnerObservation`, and a `Plan` with its conditions.
-
-A planner knows only what is in the observation; only the `Reconciler` carries plans out.
-"""
+"""The input and output of a planner: an `OwnerObservation`, and a `Plan` with its conditions."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ class Condition:
 def write_conditions(
     before: Sequence[Mapping[str, Any]], conditions: Sequence[Condition], generation: int, now_s: float
 ) -> list[dict[str, Any]]:
-    """Return conditions for `status.conditions`. A transition time is kept if the status is unchanged.
-
-    Conditions of `before` that are missing from `conditions` are dropped.
-    """
+    """Return `status.conditions`; an unchanged status keeps its transition time. Others of `before` are dropped."""
     former = {str(found.get("type")): found for found in before if isinstance(found, Mapping)}
     written = []
     for condition in conditions:
@@ -63,7 +57,7 @@ def find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class PodDeletion:
-    """A pod to delete; a different pod of that name is kept. `grace_period_s` is None for the pod's own."""
+    """A pod to delete, unless its uid has changed. `grace_period_s` is None for the pod's own."""
 
     name: str
     uid: str
@@ -85,8 +79,8 @@ class EventNote:
 class Plan:
     """What to do about a resource, in the order of the attributes.
 
-    `status` comes first: the outcome of a pod is recorded before the pod is deleted, so that an operator that is killed
-    in between never forgets why the pod ended, or uses a number twice. Events are shown once the status is written.
+    `status` comes first: a pod's outcome is recorded before the pod is deleted, so an operator killed in between never
+    forgets why it ended, or reuses its number.
 
     Attributes:
         status: the whole status; None removes a field.
@@ -159,7 +153,6 @@ class OwnerObservation:
         allocation: workers that arbitration gives this job; None if it takes no part.
         starts_after: job that has waited so long that this one must not start before it; empty for none.
         service_holder: pool in another namespace that holds this pool's service; empty for none.
-        target: object named by `scaleTargetRef`; None if it does not exist.
     """
 
     now_s: float = 0.0

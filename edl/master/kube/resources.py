@@ -1,8 +1,7 @@
-"""Parses `ElasticJob` and `TeacherPool` objects into frozen dataclasses, or says why they are refused.
+"""Parses `ElasticJob` and `TeacherPool` objects into frozen dataclasses, or returns all reasons why they are refused.
 
-The CRD's schema checks types and ranges when a resource is written. They are checked here too, because `edl submit`
-shows the same messages before it writes anything, and because a cluster may have an older CRD. Problems are collected,
-so that all are shown at once.
+Types and ranges are checked here although the CRD's schema checks them: `edl submit` shows these messages before it
+writes anything, and a cluster may have an older CRD.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from edl.quoting import did_you_mean, quote, shown
 T = TypeVar("T")
 
 _MOST_COUNT: Final = 2**31 - 1
-"""The maximum of format `int32`."""
 _EXPECTED: Final[Mapping[type, str]] = {
     str: "must be a string",
     bool: "must be true or false",
@@ -128,8 +126,6 @@ class MemberOwner:
         replicas: the value from `/scale`, ignored if `scaling` is `auto`; None if unset or the default.
         scaling: `auto` if EDL decides the number of members, `external` if only `/scale` does.
         grace_period_s: seconds that a member has to end.
-        template: its pod template, unchanged.
-        status: the status as last written.
     """
 
     resource_type: ClassVar[ResourceType] = ELASTIC_JOBS
@@ -161,7 +157,7 @@ class MemberOwner:
 def _read_owner(
     resource: Mapping[str, Any], spec: FieldReader, *, default_store: str, default_min: int, default_grace_period_s: int
 ) -> dict[str, Any]:
-    """Return the arguments of `MemberOwner`. All metadata except the name is the API server's, and not checked."""
+    """All metadata except the name is set by the API server, and not checked."""
     found = resource.get("metadata")
     metadata: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     name = str(metadata.get("name") or "")
@@ -207,8 +203,7 @@ _STORES: Final = "name a server that all pods reach, such as edl://edl-store.edl
 def find_store_problem(store: str, own: str) -> SpecProblem | None:
     """Return why pods cannot meet in a store; None if they can. `own` is the operator's store.
 
-    Each pod would have its own file of a `sqlite:` URL, and train alone. The operator's own may be one: that is a test
-    on one machine.
+    Each pod would have its own `sqlite:` file, and train alone. The operator's own may be one: a test on one machine.
     """
     if not store:
         return SpecProblem("NoStore", "spec.store is missing: name a store, or start the operator with --store")
@@ -223,7 +218,6 @@ def find_store_problem(store: str, own: str) -> SpecProblem | None:
 
 
 def _check_template(spec: FieldReader, arguments: str) -> None:
-    """Add problems of the pod template, which the CRD's schema does not check."""
     if not spec.has("template"):
         spec.refuse("NoTemplate", "template", None, "give a pod template whose first container has the image")
         return
@@ -287,8 +281,8 @@ class ElasticJob(MemberOwner):
     def pin_run(self, problem: SpecProblem | None = None) -> ElasticJob:
         """Return the job with the store and checkpoint that its run started with, from its status.
 
-        Workers that meet in a different store would be a second world of the same job, writing to the same checkpoint.
-        `problem` is why the spec's store could not be used for a later run either.
+        Workers that meet in a different store would form a second world that writes to the same checkpoint. `problem`
+        is why the spec's store could not be used for a later run either.
         """
         store, checkpoint = self.status.get("store"), self.status.get("checkpoint")
         store = store if isinstance(store, str) and store else self.store
@@ -310,9 +304,9 @@ class ElasticJob(MemberOwner):
 def parse_elastic_job(
     resource: Mapping[str, Any], default_store: str = "", *, strict: bool = False
 ) -> ElasticJob | tuple[SpecProblem, ...]:
-    """Parse an ElasticJob; return the job, or why it is refused, the most important reason first.
+    """Parse an ElasticJob; return it, or the reasons why it is refused, the most important first.
 
-    With `strict`, unknown fields are problems. An operator ignores them: they may be a newer version's.
+    With `strict`, unknown fields are problems. An operator ignores them: a newer version may have written them.
     """
     spec = FieldReader(resource.get("spec"), "spec")
     common = _read_owner(resource, spec, default_store=default_store, default_min=1, default_grace_period_s=30)

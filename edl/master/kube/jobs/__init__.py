@@ -1,9 +1,4 @@
-"""ElasticJobs: which workers to add and remove, what their pods run, and a job's status. Pure functions.
-
-A job starts with its minimum at once and grows as room appears; it ends when a worker has finished all work, or with a
-permanent error. Elsewhere: how many workers are useful (`edl.master.scaling`), idle capacity
-(`edl.master.kube.capacity`), and calls of the API (`edl.master.kube.operator`).
-"""
+"""ElasticJobs: which workers to add and remove, what their pods run, and a job's status. Pure functions."""
 
 from edl.master.kube.jobs.launches import shares_cluster
 from edl.master.kube.jobs.planner import plan_job

@@ -1,7 +1,6 @@
 """The objects of a job: pods of workers (`edl run`) and of its master, its PodDisruptionBudget, and its PodGroup.
 
-The budget protects the job's minimum of workers when nodes are drained. Labels, annotations and the PodGroup tell other
-schedulers to start the job's minimum all at once:
+Labels, annotations and the PodGroup tell other schedulers to start the job's minimum all at once:
 
 - Kueue: https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/ (labels of plain pods and of pod groups)
 - Volcano: https://volcano.sh/en/docs/podgroup/
@@ -29,8 +28,6 @@ _MAX_NAME_CHARS: Final = 63  # a label value, as which Kueue uses a group's name
 
 @dataclass(frozen=True)
 class _GangScheduler:
-    """A scheduler's resource for pod groups, and how pods name their group and queue."""
-
     resource: ResourceType
     group_annotation: str
     queue_label: str = ""
@@ -117,11 +114,10 @@ MASTER: Final = "master"
 _SAVING_SHARE: Final = 0.8
 """Share of a pod's grace period that workers have to end; the agent needs the rest to report why it ended."""
 _MOST_NODES: Final = 10_000
-"""More than any job has. Only the operator creates workers, so each has its place; with `maxReplicas` here, running
-workers would refuse new ones after it was raised. The first world waits a second for more."""
+"""More than any job has. With `maxReplicas` here, running workers would refuse new ones after it was raised."""
 _TAKEOVER_S: Final = 45
-"""If the store is a pod of the cluster: workers continue without it for 0.8 of this, which covers a pod that takes 30 s
-to restart elsewhere. In return, new workers wait this long if all workers of the job died without notice."""
+"""Workers continue without an `edl:` store for 0.8 of this, enough for its pod to restart elsewhere (30 s). If all
+workers die without notice, new ones wait this long."""
 _MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
 """A master holds the state of shards, not data; with the workers' resources it would take a GPU."""
 

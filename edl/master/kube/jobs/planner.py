@@ -1,7 +1,7 @@
 """`plan_job`: decides what to do about an ElasticJob, from an observation of one moment. Pure.
 
-The target is within the job's bounds. The minimum is created at once, and a worker that ended is replaced at once if
-its place is still its own. Above that, the job grows into idle room. It shrinks from the newest worker.
+The minimum is created at once, and a worker that ended is replaced at once if its place is still its own. Above that,
+the job grows into idle room. It shrinks from the newest worker.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ _GIVING_S: Final = 60.0
 _MOST_CREATED: Final = 100
 """Most pods created per reconciliation, so that other resources and the API server get their turn."""
 _NEXT_CREATED_S: Final = 0.5
-"""After this time the next ones are created."""
 _MOST_BACKOFF_S: Final = 300.0
 """As in the relaunch table: people forget whatever waits longer."""
 
@@ -87,8 +86,8 @@ def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
 def _size_workers(draft: JobDraft) -> None:
     """Decide which workers to keep, remove and add.
 
-    Above its minimum, a job grows by as many workers as fit, if that is known or the arbiter has assigned them; else by
-    a single worker that waits for a node, and is removed if there is none.
+    Above its minimum, a job grows by as many workers as fit or the arbiter has assigned. If neither is known, it adds
+    one worker, which is removed if no node takes it.
     """
     job, observation, now_s = draft.job, draft.observation, draft.observation.now_s
     workers = {key: pod for key, pod in draft.review.current.items() if pod.role == WORKER}
@@ -157,8 +156,8 @@ def _find_indices(draft: JobDraft) -> None:
 def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: float) -> Iterator[int]:
     """Yield indices of workers in the order to fill them: first those whose pods have just ended.
 
-    Such a worker has its place; an index that is free because the job shrank counts as growth, which waits for room. A
-    gang's minimum are its first indices, so they are filled in order.
+    Such a worker keeps its place; other free indices count as growth. A gang's first indices are its minimum, so they
+    are filled in order.
     """
     back: list[int] = []
     if not starts_as_gang(job):
@@ -191,12 +190,10 @@ def _back_off(record: MemberRecord, now_s: float) -> MemberRecord:
 
 
 _ENDING_S: Final = 60.0
-"""After a worker has ended the job, the others have this long to end by themselves, or their grace period if that is
-longer: they store their last states in that time."""
+"""How long the other workers may take to end, storing their last states, or their grace period if that is longer."""
 _MOST_NOTES: Final = 5
-"""Most ends of members that get an event each; more at once share a single one."""
 _MOST_EVENT_CHARS: Final = 900
-"""Most characters of an event's message: the API takes 1,024 bytes, and its recorder cuts off a traceback's end."""
+"""The API takes 1,024 bytes, and its recorder cuts off a traceback's end."""
 _START_LOOK_S: Final = 30.0
 """Interval for rechecking workers that do not start: a missing volume or secret changes no pod."""
 
@@ -320,7 +317,7 @@ def _plan_suspended(draft: JobDraft) -> Plan:
 
 
 def _build_last_plan(draft: JobDraft) -> Plan:
-    """Return the plan of a job that creates no pods: live ones that it does not wait for are deleted."""
+    """Return the plan of a job that creates no pods; live pods that it does not wait for are deleted."""
     job, pods, running, status = draft.job, draft.observation.pods, bool(draft.workers), write_job_status(draft)
     going = {pod.name for pod in list_superseded(draft.records, pods)}
     if not running:
@@ -362,7 +359,6 @@ def _plan_finished(job: ElasticJob, phase: str, observation: OwnerObservation) -
 
 
 def _get_ttl_s(job: ElasticJob, status: Mapping[str, object], now_s: float) -> float | None:
-    """Return in how many seconds an ended job is deleted; None for never."""
     completed_s = read_time(status.get("completionTime"))
     if job.ttl_seconds_after_finished is None or completed_s is None:
         return None
@@ -375,7 +371,6 @@ def _list_removals(job: ElasticJob) -> tuple[tuple[ResourceType, str], ...]:
 
 
 def _note_outcomes(draft: JobDraft) -> None:
-    """Add an event for each counted end, or for many at once the number per cause."""
     outcomes = draft.review.outcomes
     workers = {key: outcome for key, outcome in outcomes.items() if key.startswith(f"{WORKER}-")}
     if len(workers) > _MOST_NOTES:
@@ -406,7 +401,6 @@ def _note_outcome(draft: JobDraft, reason: str, key: str, outcome: MemberOutcome
 
 
 def _note_changes(draft: JobDraft) -> None:
-    """Add events for the plan's changes: added and removed workers."""
     job, status = draft.job, draft.job.status
     if job.scaling == "auto" and job.replicas is not None and status.get("observedGeneration") != job.generation:
         draft.note("ScaleIgnored", f"spec.replicas is {job.replicas}, but spec.scaling is auto", warning=True)

@@ -1,6 +1,6 @@
 """Whether a job has ended, and its status: counts, phase, conditions and progress.
 
-A job ends by a worker's success, a permanent failure, or its deadline. Nothing in the status changes with time alone.
+Nothing in the status changes with time alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ FAILURE_ADVICE: Final[Mapping[str, str]] = {
     "UnknownEnd": "check the node's kubelet: there is no information about why the pod ended",
     "DeadlineExceeded": "raise spec.activeDeadlineSeconds, or give it more workers",
 }
-"""Advice for each reason of the condition `Failed`."""
 _EXIT_POISONED: Final = 3
 """Exit code of `edl master` if shards were given up: the job has its result, without these."""
 _SUCCEEDED: Final = TerminationCause.SUCCEEDED.value
@@ -103,8 +102,8 @@ def note_last_steps(
 ) -> dict[str, MemberRecord]:
     """Return records with the ends of workers that did the last step after they were asked to end.
 
-    Such an end is not recorded otherwise, since a new attempt has the worker's place. If its last state was not stored,
-    that holds even if the new attempt, which finds the job done, succeeds.
+    Such an end is not recorded otherwise, since a new attempt has the worker's place. A last state that was not stored
+    stays recorded even if the new attempt, which finds the job done, succeeds.
     """
     after = dict(records)
     for key, record in before.items():
@@ -137,10 +136,7 @@ def note_last_steps(
 
 
 def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, str]) -> Completion | None:
-    """Return the end of the job's work; None while it continues.
-
-    `messages` maps a member's key to the whole message of its end, if known.
-    """
+    """Return the end of the job's work; None while it continues. `messages` has ends' whole messages by member key."""
     ends = sorted(
         (end.time_s, key, end)
         for key, record in records.items()
@@ -156,7 +152,7 @@ def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, 
 
 
 def find_final_phase(job: ElasticJob) -> str:
-    """Return `Succeeded` or `Failed` for a job that has ended, which is final; empty if it continues.
+    """Return `Succeeded` or `Failed` for a job that has ended; empty if it continues.
 
     A condition says so, and the recorded ends of members confirm it: a status written by hand ends no job.
     """
@@ -273,7 +269,7 @@ class JobDraft:
         self.events.append(EventNote("Warning" if warning else "Normal", reason, message, pod))
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Release a pod at the job's own will: a new attempt takes its place, so that any operator deletes it."""
+        """Release a pod: a new attempt takes its place, so any operator deletes it."""
         if not self.records[pod.key].is_superseded(pod):
             self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.reasons[pod.name] = reason
@@ -294,9 +290,8 @@ class JobDraft:
 def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | None:
     """Return since when a job has waited for GPUs of its minimum, Unix time; None if it does not, or if unrecorded.
 
-    It waits if all pods of its minimum exist, and the scheduler lacks GPUs for one: a job that waits for a quota, a
-    volume or a fixed script holds no other back. The condition `Scheduled` tells since when. A job that was suspended
-    in between waits from its new start, and no job has waited for longer than it exists.
+    It waits if all pods of its minimum exist, and the scheduler lacks GPUs for one: waiting for a quota or a volume
+    must not hold other jobs back. Time before a suspension does not count.
     """
     workers = [pod for pod in pods if pod.role == WORKER and pod.live]
     if len(workers) < job.min_replicas or sum(pod.scheduled for pod in workers) >= job.min_replicas:

@@ -1,7 +1,6 @@
 """Names and labels of member pods, for workers, teachers and masters alike.
 
-A pod's name includes its attempt, so that a pod that hangs on a dead node does not block its successor. A name that is
-too long is cut, and a hash of the whole name keeps it unique.
+A pod's name includes its attempt, so a pod that hangs on a dead node does not block its successor.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NOT_IN_A_LABEL: Final = re.compile(r"[^a-z0-9-]")
 
 
 def shorten_name(name: str, limit: int) -> str:
-    """Return a name as a DNS-1123 label of at most `limit` characters, unchanged if it is one."""
+    """Return a name as a DNS-1123 label of at most `limit` characters; a hash keeps a changed name unique."""
     label = _NOT_IN_A_LABEL.sub("-", name.lower()).strip("-")
     if label == name and len(label) <= limit:
         return label

@@ -2,8 +2,7 @@
 
 The operator creates pods with its own permissions, for authors of jobs who may lack permission to create pods. So it
 accepts only the service accounts that it was told to accept, and by default nothing that Pod Security's level
-"baseline" forbids: https://kubernetes.io/docs/concepts/security/pod-security-standards/#baseline. A namespace's own
-rules (Pod Security admission, quotas, webhooks) apply to these pods as to any other.
+"baseline" forbids: https://kubernetes.io/docs/concepts/security/pod-security-standards/#baseline.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ def _uses_token(spec: Mapping[str, Any]) -> bool:
 
 
 def _find_excess(spec: Mapping[str, Any], annotations: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parts of a pod's spec that the level "baseline" forbids."""
     yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name))
     for volume in get_list(spec, "volumes"):
         if volume.get("hostPath") is not None:
@@ -118,7 +116,6 @@ def _find_excess(spec: Mapping[str, Any], annotations: Mapping[str, Any]) -> Ite
 
 
 def _find_excess_of_context(context: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parts of a security context that the level "baseline" forbids."""
     linux, windows = get_mapping(context, "seLinuxOptions"), get_mapping(context, "windowsOptions")
     if windows.get("hostProcess"):
         yield "windowsOptions.hostProcess"

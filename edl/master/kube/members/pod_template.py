@@ -1,8 +1,4 @@
-"""Builds a member pod from its owner's pod template, with the operator's additions.
-
-The template decides everything that is the user's choice: `command`, environment, security context, tolerations,
-volumes. The operator decides names, labels, `args`, the restart policy, and changes for a relaunch.
-"""
+"""Builds a member pod from its owner's pod template, with the operator's additions."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ POD_ADDRESS: Final = "$(EDL_POD_IP)"
 DEFAULT_COMMAND: Final = ("edl",)
 TERMINATION_LOG: Final = "/dev/termination-log"
 UNREACHABLE_S: Final = 30
-"""A pod leaves an unresponsive node after this time, not after Kubernetes' 300 s: a job waits for it. With much less, a
+"""A pod leaves an unresponsive node after this time, not Kubernetes' 300 s: a job waits for it. With much less, a
 restart of the kubelet would lose its pods."""
 _LOST_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
@@ -143,7 +139,7 @@ def _add_volumes(spec: dict[str, Any], main: dict[str, Any]) -> None:
 def _add_security_defaults(spec: dict[str, Any], main: dict[str, Any]) -> None:
     """Add security settings that no program notices, if the template has none.
 
-    `runAsNonRoot` and dropped capabilities would break images built for root, so a template must request them.
+    `runAsNonRoot` and dropped capabilities would break images built for root.
     """
     if not spec.get("securityContext"):
         spec["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
@@ -152,7 +148,6 @@ def _add_security_defaults(spec: dict[str, Any], main: dict[str, Any]) -> None:
 
 
 def _withhold_api_access(spec: dict[str, Any]) -> None:
-    """Give members no access to the API unless the template names an account."""
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
 
@@ -170,7 +165,6 @@ def _add_tolerations(spec: dict[str, Any]) -> None:
 
 
 def _tolerates(toleration: object, key: str) -> bool:
-    """Whether a template's toleration says how long to stay on a lost node."""
     if not isinstance(toleration, Mapping):
         return False
     return toleration.get("effect") in (None, "", "NoExecute") and toleration.get("key") in (None, "", key)
@@ -192,7 +186,6 @@ def _multiply_memory(main: dict[str, Any], factor: float) -> None:
 
 
 def _exclude_nodes(spec: dict[str, Any], nodes: Sequence[str]) -> None:
-    """Exclude nodes, by name, in each of the template's terms."""
     if not nodes:
         return
     without = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]  # one name each

@@ -1,7 +1,4 @@
-"""Parses member pods into the plain values that planners use, and the evidence of a pod's end.
-
-The evidence is a `TerminationReport`, which `edl.master.scaling.terminations` weighs.
-"""
+"""Parses member pods into the plain values that planners use, and the evidence of a pod's end."""
 
 from __future__ import annotations
 
@@ -56,8 +53,7 @@ def find_main_container(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 def is_node_silent(pod: Mapping[str, Any]) -> bool:
     """Whether the node controller has marked a pod as not ready because its node no longer answers.
 
-    It writes the condition `Ready` and leaves `ContainersReady` as the kubelet wrote it; the kubelet itself writes such
-    a pair only if readiness gates are set.
+    It writes `Ready` and leaves `ContainersReady`; the kubelet writes such a pair only if readiness gates are set.
     """
     if get_text(get_mapping(pod, "status"), "reason") == "NodeLost":
         return True
@@ -72,8 +68,7 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
 def _find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str]) -> tuple[str, str]:
     """Return why a pod cannot start its main container, as reason and message; empty if it can.
 
-    The reason is an init container's, `InitContainerFailed` if it has ended, or that of an event about a volume, a
-    secret or the sandbox. A pod that was asked to end has none: ending also stops init containers.
+    A pod that was asked to end has no reason: ending also stops init containers.
     """
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
         return "", ""
@@ -102,8 +97,7 @@ def _read_int(value: object) -> int | None:
 
 _MAX_NUMBER = 10**9  # of an index or attempt: no operator reaches it, and every JSON parser represents it exactly
 _FIRST_TIME_S = 86_400.0
-"""Earlier times are the zero of Unix or of Go: a runtime writes it for an unknown time, as containerd does for a
-container that never started."""
+"""Earlier times are the zero of Unix or Go, which containerd writes for a container that never started."""
 
 
 @dataclass(frozen=True)
@@ -297,8 +291,8 @@ def _describe_end(terminated: Mapping[str, Any]) -> str:
 def _is_emptied(pod: Mapping[str, Any]) -> bool:
     """Return whether a pod that was asked to end has no running container left, as its kubelet says.
 
-    A kubelet up to 1.21 deletes a pod up to 10 s after its containers have ended, and may report `ContainerCreating`
-    for containers that it has removed. A container that ended before the pod was asked to end may have been restarted.
+    A kubelet up to 1.21 deletes a pod up to 10 s after its containers ended, and may report `ContainerCreating` for
+    removed ones. A container that ended before the pod was asked to end may have been restarted.
     """
     metadata, spec, status = (get_mapping(pod, key) for key in ("metadata", "spec", "status"))
     delete_by_s = _read_time(metadata.get("deletionTimestamp"))
@@ -317,7 +311,7 @@ def _is_emptied(pod: Mapping[str, Any]) -> bool:
 
 
 def _read_time(value: object) -> float | None:
-    """Return the Unix time in a field; None for the zero that a runtime writes for an unknown time."""
+    """Return the Unix time in a field; None for a runtime's zero."""
     time_s = read_time(value)
     return time_s if time_s is not None and time_s >= _FIRST_TIME_S else None
 

@@ -1,10 +1,9 @@
 """Records of members in their owner's `status.members`, and the next step after a member's end.
 
-A record contains its member's attempt, its failures and its last end. It is written before the pod in question is
-deleted or created, so that the next operator, after any crash, knows for each pod whether its end was counted, and
-which attempt follows. Within a pod, `edl run` restarts its workers; once the pod has ended, a new one follows by the
-relaunch table of `edl.master.scaling`. An end is counted once per attempt. If a member ran for long, or its owner made
-progress, the count restarts.
+A record is written before the pod in question is deleted or created, so the next operator, after any crash, knows
+whether a pod's end was counted, and which attempt follows. Within a pod, `edl run` restarts its workers; once the pod
+has ended, a new one follows by the relaunch table of `edl.master.scaling`. If a member ran for long, or its owner made
+progress, failures are counted from zero.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ from edl.master.scaling.terminations import (
 )
 
 MAX_MESSAGE_CHARS: Final = 400
-"""Most characters of a last end's message. A thousand members then take 0.4 MB of etcd's 1.5 MB per object; the
-traceback that ends a job is in its condition."""
+"""Most characters of a last end's message: a thousand members then take 0.4 MB of etcd's 1.5 MB per object."""
 MAX_MEMORY_FACTOR: Final = MEMORY_STEP**3
 """The product of the relaunch table's three steps: a status with more was written by hand."""
 _PACE_S: Final = 10.0
 _BURST_S: Final = 40.0
-"""A member gets a pod every `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: at most 12 within any
-minute, however its pods end. A flood of pods burdens the API server, the scheduler and all nodes."""
+"""A member gets a pod every `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once, however its pods end. A
+flood of pods burdens the API server, the scheduler and all nodes."""
 _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
 """A member's role and index; other keys, written by hand, are ignored."""
 
@@ -122,10 +120,7 @@ class MemberRecord:
         return replace(self, last_end=replace(self.last_end, displaced=True)) if self.last_end is not None else self
 
     def begin_try(self, now_s: float, delay_s: float = 0.0) -> MemberRecord:
-        """Return the record of the member's next pod, due after `delay_s`, or later if there were too many recently.
-
-        Without a delay, the pod is removed at its owner's will: nothing is counted.
-        """
+        """Return the record of the member's next pod, due after `delay_s`, or later if there were too many recently."""
         # A time further ahead than the pace allows is from before the clock was set back.
         used_until_s = max(now_s, min(self.paced_until_s, now_s + _BURST_S + _PACE_S))
         allowed_s = max(now_s + delay_s, used_until_s - _BURST_S)
@@ -248,7 +243,6 @@ def _format_end(end: MemberEnd) -> dict[str, Any]:
 
 
 def _keep_said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields without empty ones; 0 is not empty."""
     return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
 
 
@@ -263,8 +257,8 @@ def _read_count(value: object) -> int | None:
 
 
 LAUNCH_PATIENCE_S: Final = 120.0
-"""A container that cannot start, for lack of its image or a volume, counts as ended after this time: by then the
-kubelet has tried four times, and a late registry or secret has appeared."""
+"""A container that cannot start counts as ended after this time: the kubelet has tried four times, and a late registry
+or secret has appeared."""
 STEADY_S: Final = 600.0
 """After a run of this length a member's failures are counted from zero: twice the longest delay between attempts."""
 EXCLUSION_S: Final = 900.0
@@ -291,10 +285,7 @@ class MemberOutcome:
 
 
 def find_end(record: MemberRecord, pod: MemberPod | None, now_s: float) -> TerminationReport | None:
-    """Return the evidence about the end of a member's newest pod; None while it runs, or if the end is counted.
-
-    `pod` is the pod of the record's attempt; None if there is none.
-    """
+    """Return the evidence about the end of `pod`, the newest; None while it runs, or if its end is counted."""
     if record.ended:
         return None
     if pod is None:
@@ -352,8 +343,8 @@ def record_end(
 def relax_exclusions(record: MemberRecord, pod: MemberPod | None, now_s: float) -> MemberRecord:
     """Return a record without nodes that may be used again.
 
-    A node is excluded for a time. If no other node takes the member's pod for a minute, only nodes with a broken GPU
-    stay excluded: the returned record is then for the next attempt, and the pod of this attempt is removed.
+    If no other node takes the member's pod for a minute, only nodes with a broken GPU stay excluded: the returned
+    record is then for the next attempt, and the pod of this attempt is removed.
     """
     left = tuple(item for item in record.excluded_nodes if item.until_s > now_s)
     stuck = pod is not None and pod.pending and bool(pod.unschedulable) and now_s - pod.created_s >= ROOM_PATIENCE_S

@@ -1,7 +1,4 @@
-"""Parts of the operator: watches that trigger reconciliations, a work queue, the reconciler, events, metrics, health.
-
-Elsewhere: decisions about jobs and pools (`edl.master.kube.jobs`, `edl.master.kube.pools`).
-"""
+"""Parts of the operator: watches that trigger reconciliations, work queue, reconciler, events, metrics and health."""
 
 from edl.master.kube.operator.operator import Operator
 from edl.master.kube.operator.settings import ALL_NAMESPACES, OperatorSettings

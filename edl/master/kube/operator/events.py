@@ -1,8 +1,7 @@
 """Events of the API: `EventRecorder` writes them for `kubectl describe`, `PodEvidence` reads why pods ended.
 
-Repeated events are counted. Events of a pod that has ended or is ending distinguish preemption from the loss of a node,
-if the pod's status does not. Events of a pod that does not start reveal problems with a volume, a secret or the
-sandbox.
+A pod's events distinguish preemption from the loss of a node, if its status does not, and reveal why a pod does not
+start: a volume, a secret or the sandbox.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _CLOSE_S: Final = 2.0
 class EventRecorder:
     """Writes events in order, in its own thread; `clock` is the API server's, in seconds since 1970.
 
-    An event's name is derived from its content, so that a second or restarted operator continues counting.
+    An event's name is derived from its content, so a second or restarted operator continues counting repeated events.
     """
 
     def __init__(self, api: KubeClient, clock: Callable[[], float] = time.time) -> None:
@@ -142,7 +141,7 @@ _KEPT_S: Final = 5.0
 _STARTING_S: Final = 30.0
 """How long a pod may take to start on its node before its events are read, and the interval of reads."""
 _MOST_STARTING: Final = 5
-"""Most pods whose start is examined, the oldest first: a thousand pods pull the same image, or lack the same secret."""
+"""Most pods whose start is examined, the oldest first: a thousand pods may lack the same image or secret."""
 _MOST_PODS: Final = 2000
 """Most pods whose events are cached, a few hundred bytes each."""
 
@@ -158,8 +157,8 @@ class PodEvidence:
     def collect(self, pods: Iterable[Mapping[str, Any]], namespace: str, now_s: float) -> dict[str, dict[str, str]]:
         """Return reasons and messages of events, by uid of pods that have ended, are ending, or cannot start.
 
-        For a pod that cannot start, only an event that says so is returned, if it is the latest. An operator without
-        permission to read events relies on the pods' status.
+        For a pod that cannot start, only its latest event is returned, if that says so. Without permission to read
+        events, there are none.
         """
         found = {}
         starting: list[tuple[float, str]] = []
@@ -178,7 +177,6 @@ class PodEvidence:
         return found
 
     def _read(self, uid: str, namespace: str, kept_s: float) -> dict[str, str]:
-        """Return reasons and messages of a pod's events, the newest last."""
         now_s = time.monotonic()
         with self._lock:
             read_s, reasons = self._known.get(uid, (-kept_s, {}))

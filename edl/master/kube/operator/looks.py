@@ -3,10 +3,9 @@
 The queue is client-go's rate-limited work queue (k8s.io/client-go/util/workqueue): a key that is added while a worker
 has it is due again afterwards; each failure doubles the wait, and does not delay keys added in the meantime.
 
-A resource is reconciled when it is new, when someone other than the operator has changed it, and when one of its pods
-has changed. After an outage of the API server a kind is listed again. Deletions during the outage have no event, so all
-resources of the namespace are reconciled, spread over a while. Events decide nothing: the reconciler reads everything
-again.
+A resource is reconciled when it is new, and when one of its pods or someone other than the operator has changed it. An
+outage of the API server hides deletions, so afterwards all resources of the namespace are reconciled, spread over a
+while.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class WorkQueue:
     """Calls a function for each key that is due, in a few threads, never concurrently for the same key.
 
     `work` returns the seconds after which to call it again, None for never; after an error it is called again after a
-    back-off. `on_result` is called after each call, with the key, the seconds it took, and the error or None.
+    back-off. `on_result` gets the key, the seconds that the call took, and the error or None.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class WorkQueue:
         self._loops = [BackgroundLoop(f"edl-reconcile-{number}", self._step) for number in range(workers)]
 
     def add(self, key: str, delay_s: float = 0.0) -> None:
-        """Queue a key after `delay_s`, so that further reasons within that time need no second call."""
+        """Queue a key after `delay_s`; the same key added within that time needs no second call."""
         with self._changed:
             self._add(key, self._clock() + delay_s)
             self._changed.notify()
@@ -155,7 +154,6 @@ class WorkQueue:
         return 0.0
 
     def _wait_due(self) -> str | None:
-        """Return a key that is due, after a wait if necessary; None if there is still none."""
         with self._changed:
             if self._closed:
                 return None
@@ -180,20 +178,18 @@ class WorkQueue:
 
 
 _BEAT_S: Final = 1.0
-"""Interval of heartbeats and of checks of the watches' state."""
 _GROUP_DELAY_S: Final = 0.05
 """Pod events of a resource within this time need a single reconciliation: thirty workers may end at the same moment."""
 _RELIST_RATE: Final = 20.0
 """Reconciliations per second after a new list."""
 _RELIST_MOST_S: Final = 60.0
-"""Longest time over which they are spread."""
 _OWNERS: Final = {JOB_LABEL: ELASTIC_JOBS.plural, POOL_LABEL: TEACHER_POOLS.plural}
 
 
 class ResourceWatches:
     """Calls `on_key`, in its own threads, with a resource's key and the delay of its reconciliation.
 
-    `is_own_status` says whether a resource's status is the one that the operator wrote last.
+    `is_own_status` tells whether the operator itself wrote a resource's status.
     """
 
     def __init__(
@@ -292,7 +288,6 @@ class ResourceWatches:
             self._on_key(key, random.uniform(0.0, spread_s))
 
     def _find_reason(self) -> str:
-        """Return why the watches wait; a forbidden namespace is skipped."""
         denied: dict[str, str] = {}
         reason, missing = "", set()
         for (kind, namespace), watch in self._watches.items():
@@ -324,7 +319,6 @@ def _fingerprint(obj: Object) -> tuple[str, ...]:
 
 
 def _list_owners(pods: Iterable[Object]) -> list[str]:
-    """Return the keys of the resources that pods belong to."""
     found = []
     for pod in pods:
         metadata = pod["metadata"]

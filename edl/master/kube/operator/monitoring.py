@@ -1,7 +1,4 @@
-"""The operator's metrics and health, with the reason if it is not live or not ready.
-
-`GiveBackMeter` measures how long other pods wait for room that teachers have borrowed.
-"""
+"""The operator's metrics and health, with the reason if it is not live or not ready."""
 
 from __future__ import annotations
 
@@ -122,8 +119,7 @@ class GiveBackMeter:
     """Counts pods that waited for a teacher to leave. For a single thread.
 
     Such a pod is not EDL's; the scheduler found no node for it at first, or nominated one; and while it waited, a
-    pool's teacher left the node that it then got. Pods created before the watch started have no known time, and do not
-    count.
+    pool's teacher left the node that it then got. Pods older than the watch do not count.
     """
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:

@@ -127,7 +127,6 @@ class Operator:
             queue.add(key, delay_s)
 
     def _work(self, key: str) -> float | None:
-        """Reconcile a resource; return the seconds until the next time."""
         wait_s = self._reconciler.reconcile(key)
         if wait_s is None or self._queue is None:
             return None

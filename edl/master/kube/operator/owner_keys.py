@@ -25,7 +25,7 @@ _RETRY_S: Final = 60.0
 _DENIED_RETRY_S: Final = 300.0
 """Retry interval if access is denied: a Role that is being replaced is missing for a moment."""
 _PATIENCE_S: Final = 3600.0
-"""After this time the keys are kept: pods that outlive their owner for so long were left on purpose."""
+"""After this time the keys stay: pods that outlive their owner for so long were kept on purpose."""
 _PACE_S: Final = 1.0
 """Pause between two jobs: hundreds may be deleted at once, and each has a few dozen keys."""
 _MOST_TRACES: Final = 10
@@ -59,9 +59,8 @@ class _Removal:
 class OwnerKeyCleanup:
     """Tracks resources, and deletes the keys of deleted ones: best effort, while this operator runs. Thread-safe.
 
-    Only keys in `edl://` stores are deleted, such as the chart's: such a store has a size limit, which years of jobs
-    would reach. In other stores they are history, for `edl status`. `has_pods` tells whether an owner still has pods,
-    and `may_open` whether the operator may open a store.
+    Only keys in `edl://` stores are deleted: those have a size limit, which years of jobs would reach. In other stores
+    they are history, for `edl status`. `has_pods` gets a namespace and an owner's uid.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class OwnerKeyCleanup:
 
 
 def _delete_keys(store: Store, removal: _Removal) -> str:
-    """Delete the keys of a resource; return why they are in use, empty if all are deleted."""
+    """Delete the keys of a resource; return why they are in use, empty if they are not."""
     trace = removal.trace
     if trace.kind == "workers":
         return delete_job_keys(store, trace.name)
@@ -162,11 +161,7 @@ def _delete_keys(store: Store, removal: _Removal) -> str:
 
 
 def delete_job_keys(store: Store, job_id: str) -> str:
-    """Delete the keys of a job, or return who still uses them, judging by leased keys of agents and masters.
-
-    Raises:
-        DiscoveryError: the store does not answer.
-    """
+    """Delete a job's keys, or return who still uses them (agents or a master); DiscoveryError if there is no answer."""
     entries = store.list(f"jobs/{job_id}/")
     if any(entry.key.startswith(f"jobs/{job_id}/nodes/") for entry in entries):
         return "its agents are running"

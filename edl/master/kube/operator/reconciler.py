@@ -1,7 +1,4 @@
-"""`Reconciler`: reads a resource and its pods live, lets its planner decide, and carries out the plan.
-
-`looks` decides when to reconcile; `surroundings` knows stores and other jobs.
-"""
+"""`Reconciler`: reads a resource and its pods live, lets its planner decide, and carries out the plan."""
 
 from __future__ import annotations
 
@@ -47,10 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Object:
-    """Return the merge patch from `before` to `after`; empty if they are equal.
-
-    None and an empty text in `after` count as missing.
-    """
+    """Return the merge patch from `before` to `after`, in which None and an empty text count as missing."""
     patch: Object = {}
     for name in [*after, *(name for name in before if name not in after)]:
         old, new = before.get(name), after.get(name)
@@ -113,8 +107,8 @@ _MOST_DONE: Final = 10_000
 
 
 SCALED_BY: Final = "edl.io/scaled-by"
-"""Annotation with a pool's name, by which the owner of an object lets that pool scale it. Without it, the author of a
-pool could scale anyone's objects with the operator's permissions."""
+"""Annotation by which an object's owner lets a pool, by name, scale it. Otherwise the author of a pool could scale
+anyone's objects with the operator's permissions."""
 _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "ReplicaSet": "replicasets"}
 """Plurals of scalable kinds; other kinds get an s, as in most CRDs."""
 
@@ -182,11 +176,11 @@ KINDS: Final[Mapping[str, ResourceHandling]] = {
 class Reconciler:
     """Brings one resource at a time to its desired state. Thread-safe for different keys.
 
-    Wherever it is killed, the next reconciliation reaches the same state: outcomes of pods are recorded before the pods
-    are deleted, by a write that fails if the resource has changed since; names of pods are derived from the status;
-    only pods with the observed uid are deleted; and an existing object of the resource counts as created.
+    It can be killed anywhere: outcomes of pods are recorded before the pods are deleted, by a write that fails if the
+    resource has changed since; names of pods are derived from the status; only pods with the observed uid are deleted;
+    and an existing object of the resource counts as created.
 
-    `record_event` publishes an event. `clock` is the API server's, which timestamps pods, in seconds since 1970.
+    `clock` is the API server's, which timestamps pods, in seconds since 1970.
     """
 
     def __init__(
@@ -218,13 +212,10 @@ class Reconciler:
         return self._statuses.get(key) == encode_status(status)
 
     def reconcile(self, key: str) -> float | None:
-        """Read a resource and its pods, and carry out its plan.
+        """Read a resource and its pods, and carry out its plan; EDLError if a call failed: reconcile again.
 
         Returns:
             Seconds until the next reconciliation in any case, infinite for never; None if the resource is gone.
-
-        Raises:
-            EDLError: a call failed; reconcile again.
         """
         plural, namespace, name = key.split("/")
         kind = KINDS[plural]
@@ -265,7 +256,7 @@ class Reconciler:
     def _parse_former(self, kind: ResourceHandling, key: str, resource: Object) -> MemberOwner | None:
         """Return a resource with its last valid spec; None if this operator has not seen one.
 
-        Otherwise, after an invalid edit, the status would not follow the pods, and `suspend` would do nothing.
+        Otherwise an invalid edit would freeze the status and disable `suspend`.
         """
         former, now = self._accepted.get(key), resource.get("spec")
         if former is None or former["metadata"].get("uid") != resource["metadata"].get("uid"):
@@ -284,7 +275,6 @@ class Reconciler:
         return owner
 
     def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
-        """Return the plan of an earlier spec with the problems of the present one."""
         message = f"{'; '.join(problem.message for problem in problems)}; {PREVIOUS_SPEC_APPLIES}"
         problem = SpecProblem(problems[0].reason, message)
         status, events = self._with_problem(plan.status, problem, owner, owner.status), plan.events
@@ -305,7 +295,6 @@ class Reconciler:
         return replace(known, now_s=self._clock(), pods=pods, strangers=strangers, target=target)
 
     def _refuse(self, kind: ResourceHandling, resource: Object, problems: tuple[SpecProblem, ...]) -> float:
-        """Write why a spec is refused; members and everything else stay unchanged."""
         before, generation = resource.get("status"), resource["metadata"].get("generation", 0)
         before = before if isinstance(before, dict) else {}
         message = "; ".join(problem.message for problem in problems)
@@ -464,7 +453,7 @@ class Reconciler:
         return None if written is None else True
 
     def _note_refusal(self, owner: MemberOwner, plan: Plan) -> Plan:
-        """Keep the condition about an object that the API server refuses, as long as it does, for this spec."""
+        """Keep the condition about an object that the API server refuses, until it accepts it or the spec changes."""
         uid, generation, problem = self._refusals.get(owner.key, ("", 0, None))
         if problem is None or (uid, generation) != (owner.uid, owner.generation):
             return plan
@@ -495,7 +484,6 @@ class Reconciler:
         owner: MemberOwner,
         before: Mapping[str, Any],
     ) -> Object:
-        """Return a status with the API server's refusal; its time is kept from `before`."""
         condition = Condition("Accepted", False, problem.reason, problem.message)
         written = set_condition(status, condition, owner.generation, self._clock(), before)
         return {**written, "message": problem.message}

@@ -94,7 +94,6 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _find_extras(parts: SplitResult) -> str:
-    """Return the forbidden part of a URL; empty if there is none."""
     if "@" in parts.netloc:
         return "a user"
     if parts.path not in ("", "/") or parts.fragment:
@@ -103,11 +102,7 @@ def _find_extras(parts: SplitResult) -> str:
 
 
 def _list_members(parts: SplitResult) -> list[str]:
-    """Return the servers of a URL in normalized form; a file has none.
-
-    Raises:
-        ValueError: one is not a host with a port.
-    """
+    """Return the servers of a URL in normalized form; ValueError if one is not a host with a port. A file has none."""
     if parts.scheme == "sqlite" or not parts.netloc:
         return [parts.netloc.lower()]
     members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]

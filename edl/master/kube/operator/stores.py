@@ -1,6 +1,6 @@
 """What stores say about jobs and pools: how many members are wanted, and the work's progress.
 
-A store is opened and watched once, however many resources name it, and closed when none does.
+Each store is opened and watched once, and closed when no resource names it.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ _PROGRESS_S: Final = 10.0
 _AWAY_S: Final = 30.0
 """Time without an answer after which resources say so: a store that is being replaced is unreachable for seconds."""
 _SILENT_S: Final = 600.0
-"""Seconds without a write after which the number of wanted workers counts as outdated: an advisor writes every ten
-seconds, and a master that lost its node is back within two minutes."""
+"""After this time without a write, the number of wanted workers is outdated: an advisor writes every ten seconds, and a
+master that lost its node is back within two minutes."""
 _UNANSWERED: Final = "it has not answered yet"
 
 
@@ -206,7 +206,6 @@ class StoreFollower:
             self._on_change(key)
 
     def _check(self) -> None:
-        """Check for changes that happen with time alone."""
         self._check_away()
         with self._lock:
             now_s, before = time.monotonic(), self._silent
@@ -217,7 +216,6 @@ class StoreFollower:
             self._on_change(key)
 
     def _check_away(self) -> None:
-        """Reconcile all resources of the store once it has been unreachable for long."""
         with self._lock:
             since_s = self._away_since_s
             if self._unreachable or since_s is None or time.monotonic() - since_s < _AWAY_S:
@@ -226,7 +224,6 @@ class StoreFollower:
         self._on_change("")
 
     def _note_stale(self, prefix: str, snapshot: StoreSnapshot) -> bool:
-        """Record whether the store answers; return whether it answers again."""
         before = self._stale[prefix]
         self._stale[prefix] = snapshot.stale
         if snapshot.stale and (not before or before == _UNANSWERED):
@@ -247,7 +244,6 @@ def _is_done(progress: WorkProgress | None) -> bool:
 
 
 _RETRY_S: Final = 30.0
-"""Time between attempts to open a store."""
 _MOST_STORES: Final = 100
 """Most stores open besides the operator's own: each has connections and threads, and resources choose their number."""
 _MOST_OF_NAMESPACE: Final = 10
@@ -256,10 +252,9 @@ _MOST_OF_NAMESPACE: Final = 10
 
 @dataclass(frozen=True)
 class _Subject:
-    """The store that a resource names, and its query.
+    """The store that a resource names, and its query. `store` is the same for all spellings of its `url`.
 
-    `store` is the same for all spellings of its `url`. `advised` says whether this process decides how many teachers of
-    the service are useful.
+    `advised` says whether this process decides how many teachers of the service are useful.
     """
 
     url: str
@@ -316,7 +311,6 @@ class StoreDirectory:
             follower.close()
 
     def _open(self, subject: _Subject) -> StoreFollower | StoreAnswer:
-        """Return the follower of a store, or an answer with the reason why there is none."""
         url, store = subject.url, subject.store
         found = self._followers.get(store)
         if found is not None:
@@ -353,7 +347,6 @@ class StoreDirectory:
         return f"{len(others)} stores are open, which is the limit" if len(others) >= _MOST_STORES else ""
 
     def _settle(self, subject: _Subject | None) -> None:
-        """Close the store if no resource names it any longer; otherwise run its advisor if one is needed."""
         if subject is None or self._closed:
             return
         if not any(other.url == subject.url for other in self._subjects.values()):
@@ -369,7 +362,6 @@ class StoreDirectory:
             follower.advise(any(subject.store == store and subject.advised for subject in self._subjects.values()))
 
     def _spread(self, store: str, store_key: str) -> None:
-        """Call `on_change` for the resources that a key of the store concerns; the empty key concerns all."""
         with self._lock:
             keys = [
                 key

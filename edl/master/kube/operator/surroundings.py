@@ -1,9 +1,8 @@
 """`LiveSurroundings`: everything outside a resource and its pods: stores, idle capacity, and the shares of jobs.
 
-Jobs with GPUs share them by arbitration, which limits how far they grow. The scheduler places the pods of minima, but
-once a job has waited too long, no other job of its priority class starts before it. Jobs controlled by Kueue, a gang
-scheduler (Volcano, KAI) or `/scale` take no part, and their GPUs are not shared. A resource that wants more members
-than it has is reconciled when room appears.
+Arbitration limits how far jobs with GPUs grow. The scheduler places the pods of minima, but once a job has waited too
+long, no other job of its priority class starts before it. Jobs controlled by Kueue, a gang scheduler (Volcano, KAI) or
+`/scale` take no part, and their GPUs are not shared.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ _RETRY_S: Final = 60.0
 class ServiceHolders:
     """Finds the pool that holds a service: the oldest one that has it, or whose outdated teachers have it. Thread-safe.
 
-    The pools of each namespace are listed before the first answer: otherwise a newly started operator would take the
-    first pool that it sees for the only one, and create teachers of the wrong model. A forbidden namespace is retried
-    later; until then its pools are ignored.
+    The pools of each namespace are listed before the first answer: otherwise a new operator would take the first pool
+    that it sees for the only one, and create teachers of the wrong model. A forbidden namespace is retried later.
     """
 
     def __init__(
@@ -73,11 +71,7 @@ class ServiceHolders:
             return list(self._pools.values())
 
     def find_holder(self, pool: TeacherPool) -> str:
-        """Return the key of the pool in another namespace that holds a pool's service; empty if the pool itself does.
-
-        Raises:
-            EDLError: pools cannot be listed now.
-        """
+        """Return the key of the pool that holds this one's service, or ""; EDLError if pools cannot be listed."""
         self._list_unlisted()
         with self._lock:
             before = self._pools.get(pool.key)
@@ -118,7 +112,6 @@ class ServiceHolders:
         return [other for other in self._pools.values() if other.namespace != pool.namespace]
 
     def _wake(self, others: Sequence[TeacherPool], places: frozenset[str]) -> None:
-        """Reconcile the pools that should have teachers at one of the places: the service may be theirs now."""
         for other in others:
             if hash_place(other) in places:
                 self._on_key(other.key)
@@ -133,8 +126,8 @@ _MOST_ROUNDS: Final = 8
 class SharingJob:
     """A job for arbitration: `claim` is a worker's claim, `most` the number of workers that the job can use.
 
-    `remaining_s` is the remaining time with the present workers; `waiting_since_s` is since when the job has waited for
-    GPUs of its minimum, Unix time. Both are None if unknown.
+    `remaining_s` is with the present workers. `waiting_since_s` is since when it has waited for GPUs of its minimum,
+    Unix time.
     """
 
     key: str
@@ -195,11 +188,9 @@ def compute_shares(
     """Return how many workers each job may have, by its key.
 
     All jobs count as old, because the arbiter would take pods that wait for a node from young ones. `pools` maps the
-    uid of each pool that lends teachers to the number that it keeps.
-
-    A job that waits for its minimum holds others back only if its workers could start on an empty cluster, since the
-    arbiter does not know which nodes they may use; and only jobs of its own priority class, because the scheduler
-    orders the classes itself.
+    uid of each pool that lends teachers to the number that it keeps. A job that waits for its minimum holds others back
+    only if its workers could start on an empty cluster (the arbiter does not know which nodes they may use), and only
+    jobs of its own priority class (the scheduler orders the classes itself).
     """
     workers: dict[str, list[PodClaim]] = {job.uid: [] for job in jobs}
     for pod in capacity.pods:
@@ -279,7 +270,7 @@ class WaitingOwners:
         self._told_s: dict[str, float] = {}
 
     def observe(self, owner: MemberOwner, capacity: ClusterCapacity | None) -> None:
-        """Record the capacity that a resource's plan is based on; it is reconciled once there is more room."""
+        """Record the capacity that a resource's plan is based on."""
         claim = _read_claim(owner)
         room = 0 if capacity is None or claim is None else _count_room(claim, capacity)
         with self._lock:
@@ -326,10 +317,7 @@ class WaitingOwners:
 
 
 def _read_claim(owner: MemberOwner) -> PodClaim | None:
-    """Return the claim of a resource's pod; None if the template is invalid, which the API server will report.
-
-    The planner may find less room, since it knows which nodes are excluded and whether memory was raised.
-    """
+    """Return the claim of a resource's pod; None if the template is invalid, which the API server will report."""
     try:
         return PodClaim.of(owner.template)
     except ValueError:
@@ -351,8 +339,7 @@ _ENDED: Final = frozenset({"Succeeded", "Failed"})
 class LiveSurroundings:
     """Knows everything outside resources and their pods. Thread-safe.
 
-    `on_key` is called with the key of a resource to reconcile. `has_pods` and `list_pools` ask the API server, and
-    `clock` tells its time.
+    `on_key` is called with the key of a resource to reconcile; `clock` is the API server's.
     """
 
     def __init__(
@@ -439,7 +426,7 @@ class LiveSurroundings:
         self._stores.close()
 
     def _find_holder(self, pool: TeacherPool) -> str:
-        """Return the holder of a pool's service in another namespace, and record how many GPUs the pool lends."""
+        """Return the holder of a pool's service in another namespace, and note a change of what the pool lends."""
         before = self._services.get_pool(pool.key)
         holder = self._services.find_holder(pool)
         if before is None or before.min_replicas != pool.min_replicas:
@@ -497,11 +484,8 @@ class LiveSurroundings:
         return any(self._computed_s < since_s + _PATIENCE_S <= self._clock() for since_s in since)
 
     def _recompute(self, but: str = "") -> Mapping[str, JobShare]:
-        """Compute and return the shares, and reconcile all other jobs whose share has changed.
-
-        One thread at a time: a thread that started earlier would overwrite newer shares.
-        """
-        with self._computing:
+        """Compute and return the shares, and reconcile all other jobs whose share has changed."""
+        with self._computing:  # else a thread that started earlier would overwrite newer shares
             capacity = self._get_capacity()
             found = [pool for pool in self._services.get_pools() if pool.scale_target_ref is None]
             pools = {pool.uid: pool.min_replicas for pool in found}

@@ -1,8 +1,7 @@
 """`plan_pool`: decides what to do about a TeacherPool, from an observation of one moment. Pure.
 
-After a teacher found no room or was preempted, the pool backs off. The back-off is in `status.lastProbe`, so that a new
-operator does not probe at once. A pool with a `scaleTargetRef` only changes the `/scale` of another object, such as a
-Deployment of Triton.
+A pool grows by one teacher at a time into idle room, and backs off after one found no room or was preempted. The
+back-off is in `status.lastProbe`, so a new operator does not probe at once.
 """
 
 from __future__ import annotations
@@ -47,16 +46,14 @@ from edl.master.scaling.terminations import (
 SERVE_PORT: Final = 8001
 """gRPC, as in Triton: https://github.com/triton-inference-server/server/blob/main/docs/protocol/README.md."""
 METRICS_PORT: Final = 8002
-"""Metrics and probes, as in Triton."""
 _METRICS_NAME: Final = "metrics"
-"""The port's name, by which the chart's PodMonitor `edl-teachers` finds it in all teachers, whatever other ports they
-have. If the template gives this name to its own port, that one is scraped."""
+"""The port's name, by which the chart's PodMonitor `edl-teachers` finds it among other ports."""
 _EXIT_MARGIN_S: Final = 2.0
-"""Seconds of the grace period for all but draining: the kubelet's SIGTERM, deregistration, closing the model, and the
-interpreter's exit. With less, a teacher that drains until its deadline is killed before it leaves discovery."""
+"""Seconds of the grace period for all but draining: the kubelet's SIGTERM, deregistration, closing the model and
+exiting. With less, a teacher that drains until its deadline is killed before it leaves discovery."""
 _LINGER: Final = "100ms"
-"""How long a leaving teacher still takes requests after discovery shows it as draining: its students' watches learn of
-it within about 10 ms. The pod that takes its GPU waits for this too; later requests go to other teachers."""
+"""How long a leaving teacher still takes requests after discovery shows it as draining, which its students' watches
+learn within about 10 ms. The pod that takes its GPU waits for this too."""
 _LOADING_S: Final = 1800
 """How long a model may load and warm up before the kubelet restarts its container."""
 _QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
@@ -80,8 +77,8 @@ def build_teacher_args(pool: TeacherPool) -> list[str]:
 def build_teacher_pod(pool: TeacherPool, index: int, try_number: int, excluded_nodes: Sequence[str] = ()) -> Object:
     """Return the pod of a teacher.
 
-    The kubelet restarts a container that ends, as for any server: its pod keeps the borrowed resources. So a model that
-    crashes at each start shows as `CrashLoopBackOff`, and its pool does not grow until it starts.
+    The kubelet restarts a container that ends, so the pod keeps the borrowed resources. A model that crashes at each
+    start shows as `CrashLoopBackOff`, and its pool does not grow until it starts.
     """
     launch = MemberLaunch(
         "teacher",
@@ -124,8 +121,8 @@ def _probe(path: str, failures: int) -> dict[str, Any]:
 def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) -> int:
     """Return how many teachers a pool should have, within its bounds; 0 if it is suspended or its service is taken.
 
-    If EDL scales and the store does not say how many are wanted, nothing changes: while the store is unreachable or may
-    not be asked, the last wanted number stays; else the number of `present` teachers, including pending ones.
+    If the store does not say how many are wanted, nothing changes: the last wanted number stays while the store is
+    unreachable or may not be asked, else the number of `present` teachers, including pending ones.
     """
     if pool.suspend or observation.service_holder:
         return 0
@@ -220,11 +217,10 @@ def _grow_into_idle_room(draft: PoolDraft, pod: Mapping[str, Any]) -> Growth:
 
 
 def _scale_target(draft: PoolDraft) -> None:
-    """Decide the value for the `/scale` of the pool's `scaleTargetRef`; it is written only if it differs.
+    """Decide the value for the `/scale` of the pool's `scaleTargetRef`.
 
-    Its pods are not the pool's: they are neither created, probed nor removed one by one, and idle capacity does not
-    matter. An autoscaler that writes the same `/scale` would be overwritten, and is not supported. Teachers that the
-    pool had before are removed, and remembered in case it gets its own again.
+    Its pods are neither created, probed nor removed one by one, and idle capacity does not matter. An autoscaler that
+    writes the same `/scale` is overwritten. The pool's former teachers are removed, but their records stay.
     """
     pool, ref, holder = draft.pool, draft.pool.scale_target_ref, draft.observation.service_holder
     assert ref is not None
@@ -287,7 +283,6 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
 
 
 def _size(draft: PoolDraft, update: TeacherUpdate) -> None:
-    """Decide which teachers to keep, remove and add."""
     draft.target = find_target(draft.pool, draft.observation, update.count_present(draft.live))
     if draft.backoff is not None and draft.backoff.is_over(pod for pod in draft.live if pod.scheduled):
         draft.backoff = None
@@ -306,7 +301,6 @@ def _size(draft: PoolDraft, update: TeacherUpdate) -> None:
 
 
 def _find_requeue_s(draft: PoolDraft) -> float | None:
-    """Return when to recheck what no event reports."""
     now_s, times = draft.observation.now_s, [draft.growth.requeue_s, draft.look_again_s]
     if draft.update is not None:
         if any(is_failing(pod, now_s) for pod in draft.live):
@@ -325,7 +319,6 @@ def _find_leaving_look_s(leaving: Sequence[MemberPod], now_s: float) -> float:
 
 
 def _settle_members(draft: PoolDraft) -> None:
-    """Record the ends of teachers, and find the live ones: the newest of their members, and not leaving."""
     now_s = draft.observation.now_s
     newest: dict[str, MemberPod] = {}
     for pod in draft.teachers:
@@ -402,7 +395,6 @@ def _shrink(draft: PoolDraft, update: TeacherUpdate) -> None:
 
 
 def _grow(draft: PoolDraft, target: int) -> Growth:
-    """Add a teacher if one is missing and has room; say why or why not."""
     pool, observation, live = draft.pool, draft.observation, draft.live
     taken = {pod.index for pod in live}
     index = next(number for number in range(len(taken) + 1) if number not in taken)

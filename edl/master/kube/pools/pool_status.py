@@ -28,12 +28,7 @@ _MOST_S: Final = 300.0
 
 @dataclass(frozen=True)
 class ProbeBackoff:
-    """The last time that a pool found no room.
-
-    Attributes:
-        at_s: when its probe was removed, or a teacher preempted, Unix time.
-        wait_s: how long to wait before the next attempt.
-    """
+    """The last time that a pool found no room: its probe was removed, or a teacher preempted, at `at_s`, Unix time."""
 
     at_s: float
     wait_s: float
@@ -156,9 +151,9 @@ class PoolDraft:
         return next((describe_failure(pod) for pod in self.live if is_failing(pod, now_s)), "")
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Release a teacher at the pool's own will: recorded first, so that its name is not reused.
+        """Release a teacher. This is recorded first, so that its name is not reused.
 
-        It drains within the grace period that its pod was created with: an edit may have shortened the pool's.
+        It keeps the grace period that its pod was created with: an edit may have shortened the pool's.
         """
         self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
@@ -219,7 +214,6 @@ def write_status(draft: PoolDraft) -> Object:
 
 
 def _list_excluded(records: Mapping[str, MemberRecord], now_s: float) -> list[Object] | None:
-    """Return the nodes that teachers avoid, why, and the latest time until when."""
     nodes = [node for record in records.values() for node in record.excluded_nodes if node.until_s > now_s]
     latest = {node.node: node for node in sorted(nodes, key=lambda node: (node.node, node.until_s))}
     found = [{"node": node.node, "until": format_time(node.until_s), "cause": node.cause} for node in latest.values()]
@@ -239,7 +233,6 @@ def _describe_acceptance(draft: PoolDraft) -> Condition:
 
 
 def _describe_readiness(draft: PoolDraft) -> tuple[Condition, str]:
-    """Return the condition `Ready` and the status message."""
     counted = f"{draft.ready} of {draft.target} teachers are ready"
     if draft.pool.suspend:
         return Condition("Ready", False, "Suspended", counted), "suspended"
@@ -258,7 +251,6 @@ def _describe_readiness(draft: PoolDraft) -> tuple[Condition, str]:
 
 
 def _describe_update(draft: PoolDraft) -> Condition:
-    """Return the condition `Updated`."""
     assert draft.update is not None
     failing = draft.update.find_failing(draft.live, draft.observation.now_s)
     stopped = describe_failure(failing) if failing is not None else ""
@@ -276,7 +268,6 @@ def _describe_update(draft: PoolDraft) -> Condition:
 
 
 def _find_ignored(pool: TeacherPool) -> int | None:
-    """Return the value from `/scale` if it has no effect."""
     return pool.replicas if pool.scaling == "auto" else None
 
 

@@ -1,9 +1,8 @@
 """How a pool replaces its teachers after an edit of its spec: one by one, the successor first if there is room.
 
-A digest of everything that a pod is created from, its revision, tells which teachers are outdated. A teacher is removed
-once its successor has been ready for a few seconds. If no node has room for one more, a teacher is removed first, and
-no other until its successor has a node, because someone else may take borrowed room. If a successor does not start, the
-update stops, and the outdated teachers stay.
+A digest of everything that a pod is created from, its revision, tells which teachers are outdated. If no node has room
+for one more, a teacher is removed first, and no other until its successor has a node, because someone else may take
+borrowed room. If a successor does not start, the update stops, and the outdated teachers stay.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from edl.master.kube.resources import TeacherPool
 
 REVISION_LABEL: Final = "edl.io/revision"
 _CHARS: Final = 10
-"""Characters of the digest: 40 bits distinguish the specs of a pool."""
+"""40 bits distinguish the specs of a pool, 64 the places of a cluster."""
 _PLACE_CHARS: Final = 16
-"""Characters of the digest: 64 bits distinguish the places of a cluster."""
 
 
 def hash_revision(pool: TeacherPool) -> str:
@@ -60,8 +58,8 @@ def list_places(pool: TeacherPool) -> frozenset[str]:
 
 
 _RESTART_S: Final = 600.0
-"""How long a restarted container counts as failing: enough to load a large model. The kubelet's longest back-off
-between two restarts is half of it."""
+"""How long a restarted container counts as failing: enough to load a large model, and twice the kubelet's longest
+back-off."""
 _TEACHER: Final = re.compile(r"teacher-[0-9]{1,9}")
 STEADY_S: Final = 10.0
 """A successor counts after it has been ready for this time: a student's first request may end it."""
@@ -151,10 +149,7 @@ def is_failing(pod: MemberPod, now_s: float) -> bool:
 
 
 def choose_surplus(update: TeacherUpdate, live: Sequence[MemberPod], target: int) -> list[MemberPod]:
-    """Return the surplus of a pool during an update, so that up to `target` teachers stay ready.
-
-    There should be `target` teachers; during an update there may be one more.
-    """
+    """Return the surplus of a pool, so that up to `target` teachers stay ready. An update may add one to `target`."""
     outdated, updated = deque(update.list_outdated(live)), update.list_updated(live)
     newest = sorted(updated, key=lambda pod: (not pod.ready, pod.created_s, pod.index))
     waiting = deque(pod for pod in newest if not pod.scheduled)
@@ -187,7 +182,6 @@ def is_behind(pool: TeacherPool, observation: OwnerObservation) -> bool:
 
 
 def _find_unsteady_s(pod: MemberPod, now_s: float) -> float:
-    """Return for how many more seconds a teacher must be ready until it counts."""
     if pod.ready_s is None:
         return 0.0
     # It is by the node's clock: if that is wrong, use the time at which the pod got its node.

@@ -6,10 +6,9 @@ What holds for every answer of `balance`:
    while a teacher is available, no student is favoured, and a teacher has no students only when every student has as
    many teachers as it wants. Students share teachers if necessary.
 2. **Loads.** A teacher's load is the number of students linked to it, its relative load that number divided by its
-   capacity. Among all links that satisfy 1, these have the least sum of load²/capacity. In other words: no link can be
-   moved, directly or by a chain of other links, so that the relative loads of the teacher that loses a link and of the
-   teacher that gains it come closer together: (2·load - 1)/capacity of the loser is at most (2·load + 1)/capacity of
-   the gainer. With equal capacities loads differ by 1 at most.
+   capacity. Among all links that satisfy 1, these have the least sum of load²/capacity: moving a link, directly or by a
+   chain of other links, never brings the relative loads of loser and gainer closer together. So (2·load - 1)/capacity
+   of the loser is at most (2·load + 1)/capacity of the gainer. With equal capacities loads differ by 1 at most.
 3. **Moves.** Among all links that satisfy 1 and 2, the answer keeps as many previous links as possible. This is
    exact for any change: several members joining and leaving at once, new capacities, new wants.
 
@@ -261,7 +260,6 @@ class _Flow:
         return load < self.low[teacher] or (load < self.high[teacher] and self.spare > 0)
 
     def _add(self, student: int, teacher: int) -> None:
-        """Add a link of a student that needs it to a teacher that has room."""
         self.spare -= len(self.holders[teacher]) >= self.low[teacher]
         self.need[student] -= 1
         self.links[student].add(teacher)

@@ -1,12 +1,11 @@
 """Discovery on Consul: keys in the folder `edl/` of its KV store, leases as sessions, teachers as services of Consul.
 
-A process should talk to the agent on its own machine: a registration and a lease belong to the agent that created them,
-so a load balancer in front of several agents does not work.
+Use the agent on the process's own machine, not a load balancer over several: a registration or a lease belongs to the
+agent that created it.
 
-Every write of the store is a transaction, which is atomic and returns the new version. A session depends on the
-TTL check of a small service of its own (`edl-lease`). A check of the node itself would, when it fails, declare every
-service of that node dead. The registry has an ordinary service with a TTL check per instance, so that Consul's UI and
-DNS show it.
+Every write of the store is a transaction, which is atomic and returns the new version. A session depends on the TTL
+check of its own small service (`edl-lease`): a failing check of the node would declare all its services dead. The
+registry has an ordinary service with a TTL check per instance, so that Consul's UI and DNS show it.
 """
 
 from __future__ import annotations
@@ -256,7 +255,6 @@ def _parse_pair(found: Any) -> _Pair:
 
 
 def _version(pair: _Pair | None) -> int:
-    """Return the version that `write` compares: 0 if the key does not exist."""
     return 0 if pair is None else pair.entry.version
 
 

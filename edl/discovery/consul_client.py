@@ -103,10 +103,7 @@ class _Answer(NamedTuple):
 
 
 class ConsulClient(Resource):
-    """Makes calls to an agent. Closing it ends pending calls.
-
-    All methods raise DiscoveryError when the agent cannot be reached, or refuses.
-    """
+    """Makes calls to an agent; DiscoveryError if it cannot be reached or refuses. Closing it ends pending calls."""
 
     def __init__(self, target: ConsulTarget) -> None:
         super().__init__()
@@ -129,8 +126,7 @@ class ConsulClient(Resource):
     ) -> _Answer:
         """Send a request with a JSON body and query options; empty options are left out.
 
-        Status codes in `accepts` are no errors. `wait` is an index, and how many seconds the agent may wait for a newer
-        one.
+        Status codes in `accepts` are no errors. `wait`: an index, and how many seconds to wait for a newer one.
         """
         options = {name: value for name, value in options.items() if value}
         block_s = 0.0

@@ -1,9 +1,7 @@
 """The store on etcd, over etcd's gRPC API: keys below `edl/store/`, etcd's own leases, and revisions as versions.
 
-Every write is a transaction, which compares the version and the lease of the key and sets it.
-
-It uses no client library: the maintained ones lack features that EDL needs, and the others do not work with
-today's protobuf (docs/architecture.md).
+Every write is a transaction that compares the key's version and lease, and sets the key. There is no client library:
+the maintained ones lack features that EDL needs, and the others do not work with today's protobuf.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ _MOST_BYTES: Final = 64 * 1024**2
 _PING_EVERY_S: Final = 10.0
 """How often a connection with a pending request is pinged. etcd closes one pinged every 5 s or faster."""
 _RECONNECT_S: Final = (0.1, 1.0)
-"""The first and the longest wait between two attempts of gRPC to connect: a member is found within a second of its
-return."""
+"""The first and longest wait between gRPC's attempts to connect: a member is found within a second of its return."""
 _CONNECT_S: Final = 2.0
 """How long an attempt to connect may take. gRPC's own 20 s would be wasted on a host that was down at the start."""
 
@@ -130,10 +127,7 @@ _LOGIN = _Method("/etcdserverpb.Auth/Authenticate", wire.AuthenticateRequest, wi
 
 
 class EtcdClient(Resource):
-    """Makes calls to a cluster. Closing it ends pending calls.
-
-    All methods raise DiscoveryError when no member can be reached, or etcd refuses.
-    """
+    """Makes calls to a cluster; DiscoveryError if no member answers, or etcd refuses. Closing it ends pending calls."""
 
     def __init__(self, target: EtcdTarget) -> None:
         super().__init__()
@@ -158,8 +152,6 @@ class EtcdClient(Resource):
     def _halt(self) -> None:
         for member in self._members:
             member.close()
-
-    # Keys
 
     def entries(self, prefix: bytes) -> tuple[int, list[wire.KeyValue]]:
         """Return the current revision and all keys that start with `prefix`, sorted."""
@@ -206,8 +198,6 @@ class EtcdClient(Resource):
                 raise
         return None
 
-    # Leases
-
     def grant(self, ttl_s: float) -> int:
         """Grant a lease. etcd counts in whole seconds, and grants more if its elections take longer."""
         lease = self.call(_GRANT, wire.LeaseGrantRequest(TTL=math.ceil(ttl_s))).ID
@@ -226,8 +216,6 @@ class EtcdClient(Resource):
         except _RefusalError as refusal:
             if refusal.code is not grpc.StatusCode.NOT_FOUND:
                 raise
-
-    # Calls
 
     def call(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
         """Call a method; every member but the last has at most `patience_s` to answer."""
@@ -333,8 +321,6 @@ class EtcdClient(Resource):
 
 
 class _RefusalError(DiscoveryError):
-    """etcd answered with a refusal."""
-
     def __init__(self, message: str, code: grpc.StatusCode, words: str) -> None:
         super().__init__(message)
         self.code = code

@@ -122,10 +122,7 @@ def _field(value: bytes, name: str) -> Any:
 
 
 class TeacherChoice(NamedTuple):
-    """The teachers that a student talks to.
-
-    Either the whole group agreed on them (`coordinated`), or the student chose them alone.
-    """
+    """The teachers that a student talks to: agreed by the group (`coordinated`), or chosen by the student alone."""
 
     ids: frozenset[str]
     coordinated: bool
@@ -228,10 +225,10 @@ class BalanceGroup(Watch):
     """A `Watch` of the teachers that this student talks to, in place of `registry.watch(service)`.
 
     As long as all teachers fit within the student's limit, it gets all of them, without the store. Beyond that limit,
-    the students elect a leader, which computes `balance` and writes all links into the store. A student that
-    has no links, or whose store does not answer, stays with the teachers it has and fills up to its limit with others;
-    the snapshot's `stale` says so. It always has a teacher while one is live. A draining teacher is not given out; the
-    students that have it see it drain. Teachers whose registration lapsed fill the rest of the limit.
+    a leader assigns them (see the module). A student that has no links, or whose store does not answer, keeps its
+    teachers and fills up to its limit with others; the snapshot's `stale` says so. It always has a teacher while one is
+    live. A draining teacher is not given out; the students that have it see it drain. Teachers whose registration
+    lapsed fill the rest of the limit.
 
     Args:
         registry: Where the teachers are registered; the caller closes it.

@@ -19,8 +19,7 @@ from edl.quoting import shown
 MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
 """Below half a second a busy machine misses renewals; Consul refuses more than a day."""
 MAX_META, MAX_META_BYTES = 60, 512
-"""Consul's limits (64 names, four of them EDL's own), enforced everywhere so that a program works the same on
-every registry."""
+"""Consul's limits (64 names, four of them EDL's own), enforced everywhere so that programs work on every registry."""
 MAX_TAGS = 64  # the same as for metadata names; Consul itself has no limit
 MAX_RECORD = 1_000_000
 """The longest record that is read, in characters. EDL writes at most a quarter, which fits into a store's value."""

@@ -70,11 +70,7 @@ T = TypeVar("T")
 
 
 class Watch(Snapshots[Snapshot]):
-    """Snapshots of a service as its instances change; with the guarantees of `edl.discovery.store.StoreWatch`.
-
-    While the registry cannot be reached, a snapshot has `stale` set and the last known instances. An unreachable
-    registry never makes a watch return an empty snapshot.
-    """
+    """Snapshots of a service as its instances change, with the guarantees of `edl.discovery.store.StoreWatch`."""
 
 
 class InstanceClaim(abc.ABC):
@@ -137,10 +133,7 @@ class Registration(Resource):
 
     @property
     def error(self) -> str:
-        """Why others may not see the instance: the last renewal failed, or takes longer than the lease.
-
-        Empty if there is no fault. Does not query the registry.
-        """
+        """Why others may not see the instance: the last renewal failed or takes too long. Empty without a fault."""
         # Checks the clock every time: a renewal may hang for longer than the lease, or the process was paused.
         if not self._error and not self._closed and time.monotonic() >= self._kept_until:
             return f"its lease of {self._ttl_s:g} s has expired: a renewal takes longer than that"
@@ -278,13 +271,10 @@ class Registry(Resource):
             raise
 
     def snapshot(self, service: str) -> Snapshot:
-        """Read the current instances of a service.
+        """Return the current instances of a service, with `stale` empty; none if there is no such service.
 
         Args:
             service: The service's name.
-
-        Returns:
-            The instances, with `stale` empty; none if there is no such service.
 
         Raises:
             SettingsError: No service can have that name.
@@ -294,10 +284,7 @@ class Registry(Resource):
         return self._read(check_service(service))
 
     def services(self) -> tuple[str, ...]:
-        """Read the names of the services with at least one instance, live or lapsed.
-
-        Returns:
-            The names, sorted.
+        """Return the names of the services with at least one instance, live or lapsed, sorted.
 
         Raises:
             DiscoveryError: The registry cannot be reached.
@@ -306,15 +293,12 @@ class Registry(Resource):
         return tuple(sorted(self._names()))
 
     def watch(self, service: str) -> Watch:
-        """Follow a service until the watch is closed.
+        """Return a watch of a service, with its own thread and connection.
 
         Does not wait for the registry, and does not fail while it is unreachable: snapshots report that in `stale`.
 
         Args:
             service: The service's name.
-
-        Returns:
-            The watch, which has its own thread and connection.
 
         Raises:
             SettingsError: No service can have that name.

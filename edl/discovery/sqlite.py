@@ -1,9 +1,8 @@
 """The store on a SQLite file: a row per lease and a row per key. No server is needed.
 
-Leases are measured with CLOCK_MONOTONIC, which all processes of a machine share and which cannot be set. It restarts
-at every boot, so opening the file ends the leases of an earlier boot. Leases have random ids: in a
-file that replaced another, an old id must not be another process's. A watch reads the file's change counter ten
-times a second. Any process that may write the file may register anything.
+Leases are measured with CLOCK_MONOTONIC, which all processes of a machine share and which cannot be set. It restarts at
+every boot, so opening the file ends the leases of an earlier boot. Lease ids are random: in a file that replaced
+another, an old id must not be another process's. Any process that may write the file may register anything.
 
 A file that was removed or replaced, or that lost its `-wal`, is recreated, and all register again (`StoreFile`).
 """

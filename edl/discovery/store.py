@@ -1,9 +1,7 @@
 """A store: small state that processes share, with leases, compare-and-set, watches and elections.
 
-`open_store` opens EDL's own stores. To add one, subclass `Store`: a backend implements the seven methods from `grant`
-to `follow`. The rest is the same for all stores: argument checks, lease renewal, watches and
-elections. `edl.discovery.registry` keeps services in any store through the same seven methods.
-`tests/fast/discovery/conformance` checks that every store keeps the promises below.
+A backend subclasses `Store` and implements the seven methods from `grant` to `follow`. Argument checks, lease renewal,
+watches and elections are the same for all stores. `tests/fast/discovery/conformance` checks the promises below.
 
 These rules apply to every class below, unless a method says otherwise:
 
@@ -288,10 +286,7 @@ class Election(Resource):
         return self._leads and lease is not None and not lease.lost and not self._closed
 
     def leader(self) -> bytes | None:
-        """Ask the store which candidate leads.
-
-        Returns:
-            The leader's `value`; None while no candidate leads.
+        """Return the leader's `value` from the store; None while no candidate leads.
 
         Raises:
             DiscoveryError: The store cannot be reached.
@@ -385,14 +380,11 @@ class Store(Resource, abc.ABC):
     """
 
     def lease(self, ttl_s: float = 10.0) -> Lease:
-        """Make a lease that keys can belong to, and renew it until it is closed.
+        """Return a new lease that keys can belong to, renewed until it is closed.
 
         Args:
             ttl_s: Seconds after the last renewal until the lease expires, 0.5 to 86,400. If this process dies, its keys
                 disappear about that much later. (etcd counts whole seconds, rounded up.)
-
-        Returns:
-            The lease.
 
         Raises:
             DiscoveryError: The store cannot be reached.
@@ -403,28 +395,22 @@ class Store(Resource, abc.ABC):
         return self._own(Lease(self.grant(ttl_s), ttl_s))
 
     def get(self, key: str) -> Entry | None:
-        """Read a key.
+        """Return a key's entry; None if the key does not exist.
 
         Args:
             key: The key.
 
-        Returns:
-            Its entry; None if the key does not exist.
-
         Raises:
-            DiscoveryError: The store cannot be reached. Never raised because the key does not exist.
+            DiscoveryError: The store cannot be reached.
         """
         self._check()
         return self.read(check_key(key))
 
     def list(self, prefix: str) -> list[Entry]:
-        """Read all keys under a prefix, as they were at one moment.
+        """Return the entries of all keys under a prefix at one moment, sorted by key; empty if there are none.
 
         Args:
             prefix: The beginning of the keys.
-
-        Returns:
-            Their entries, sorted by key; empty if there are none.
 
         Raises:
             DiscoveryError: The store cannot be reached; an outage never gives an empty list.
@@ -438,8 +424,7 @@ class Store(Resource, abc.ABC):
         Args:
             key: The key.
             value: Its new value.
-            lease: A lease of this store that the key will belong to; None for a key that stays until it is
-                deleted.
+            lease: A lease of this store that the key will belong to; None for a key that stays until deleted.
 
         Returns:
             The new entry.
@@ -465,8 +450,7 @@ class Store(Resource, abc.ABC):
             lease: As for `put`.
 
         Returns:
-            The new entry; None, with nothing written, if the key has a different version, exists unexpectedly, or does
-            not exist.
+            The new entry; None, with nothing written, if the key's version is not `version`.
 
         Raises:
             LeaseLostError: `lease` is lost.
@@ -515,15 +499,12 @@ class Store(Resource, abc.ABC):
         return (version is None or version > 0) and self.remove(key, version)
 
     def watch(self, prefix: str) -> StoreWatch:
-        """Follow all keys under a prefix until the watch is closed.
+        """Return a watch of all keys under a prefix, with its own thread.
 
         Does not wait for the store, and does not fail while it is unreachable: snapshots report that in `stale`.
 
         Args:
             prefix: The beginning of the keys.
-
-        Returns:
-            The watch, which has its own thread.
         """
         self._check()
         return self._own(StoreWatch(self.follow(check_prefix(prefix))))

@@ -49,11 +49,9 @@ class Lifecycle:
 
     @property
     def ready(self) -> bool:
-        """Whether the server accepts new students."""
         return self.state is ServerState.READY and self.healthy
 
     def begin_request(self) -> None:
-        """Count a new request; raise UNAVAILABLE unless the server is ready or leaving."""
         if self.state not in (ServerState.READY, ServerState.LEAVING):
             if self.state is ServerState.STARTING:
                 raise RequestError(grpc.StatusCode.UNAVAILABLE, "the model is warming up", retry_after_ms=1000)
@@ -62,13 +60,11 @@ class Lifecycle:
         self._idle.clear()
 
     def end_request(self) -> None:
-        """Count a request as answered."""
         self.in_flight -= 1
         if self.in_flight == 0:
             self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is in flight; False if `timeout_s` passes first."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except asyncio.TimeoutError:
@@ -78,11 +74,9 @@ class Lifecycle:
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _RETRY_MS = 200
-"""Retry hint when other clients fill the limits. They stay for minutes, and a retry this often costs the server
-nothing."""
+"""Retry hint when other clients fill the limits. They stay for minutes, and a retry this often costs nothing."""
 _RETRY_BYTES_MS = 20
-"""Retry hint for a client that exceeds its own byte limit: a few batches, after which part of its requests has been
-answered. With a longer wait the client would sit idle, and possibly the model too."""
+"""Retry hint for a client that exceeds its own byte limit: a few batches. A longer wait would leave it idle."""
 
 
 def client_of(context: ServicerContext) -> str:
@@ -100,10 +94,7 @@ class ClientConnection:
     nbytes: int = 0
 
     def hold_bytes(self, nbytes: int) -> None:
-        """Count a request's bytes until `release_bytes`; refuse the request if it exceeds the limit.
-
-        A request that is too large on its own is accepted while the client has nothing else in flight.
-        """
+        """Count a request's bytes, or refuse it. A lone request is accepted whatever its size."""
         if self.nbytes + nbytes > self.max_bytes and self.nbytes:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -115,16 +106,11 @@ class ClientConnection:
         self.nbytes += nbytes
 
     def release_bytes(self, nbytes: int) -> None:
-        """Stop counting bytes."""
         self.nbytes -= nbytes
 
 
 class ConnectionLimiter:
-    """Counts clients and streams, and refuses more than the settings allow. Used on the event loop only.
-
-    Attributes:
-        streams: Number of streams and tensor channels that are open.
-    """
+    """Counts clients, streams and tensor channels, and refuses too many. Used on the event loop only."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._max_connections = settings.max_connections
@@ -155,7 +141,6 @@ class ConnectionLimiter:
         return client
 
     def close_call(self, client: ClientConnection, *, stream: bool = False) -> None:
-        """Stop counting a call."""
         client.calls -= 1
         self.streams -= stream
         if not client.calls:
@@ -177,10 +162,7 @@ def is_revocation(before: Material, after: Material) -> bool:
 
 
 async def watch_revocations(files: CredentialFiles, end_streams: Callable[[], None]) -> None:
-    """Call `end_streams` whenever replaced files revoke a token or a CA. Runs until cancelled.
-
-    A client whose stream has ended opens a new one, and is authenticated again.
-    """
+    """Call `end_streams` whenever replaced files revoke a token or a CA; clients must then authenticate again."""
     before, complaint = files.current(), ""
     while True:
         await asyncio.sleep(CHECK_EVERY_S)

@@ -79,11 +79,7 @@ class ChannelListener:
         self._port = 0
 
     def listen(self, host: str, port: int) -> None:
-        """Listen on a TCP port, 0 for any free one.
-
-        Raises:
-            SettingsError: The server cannot listen there.
-        """
+        """Listen on a TCP port, 0 for any free one; SettingsError if the server cannot listen there."""
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         places = [(family, place[0], False) for family, _, _, _, place in found]
         if places[0][1] in ("0.0.0.0", "::") and socket.has_dualstack_ipv6():  # gRPC takes either for IPv4 and IPv6
@@ -143,7 +139,6 @@ class ChannelListener:
             channel.end()
 
     async def close(self) -> None:
-        """Stop listening, and end all channels."""
         loop = asyncio.get_running_loop()
         for listener in self._listeners:
             loop.remove_reader(listener)
@@ -181,7 +176,6 @@ class ChannelListener:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     async def _serve(self, plain: socket.socket) -> None:
-        """Serve a connection until it ends."""
         with plain:
             try:
                 sock, offer = await asyncio.wait_for(self._shake_hands(plain), _HANDSHAKE_S)
@@ -226,10 +220,7 @@ class ChannelListener:
 
 
 class _ServerChannel:
-    """Answers the requests of a channel, each as soon as its answer is ready.
-
-    An error ends its request, not the channel.
-    """
+    """Answers the requests of a channel, each as soon as it can. An error ends its request, not the channel."""
 
     def __init__(self, handler: InferenceServicer, call: Call, client: ClientConnection, sock: Socket) -> None:
         self._handler = handler
@@ -243,7 +234,6 @@ class _ServerChannel:
         self._socket = FrameSocket(sock, self._begin, self._take, lambda _: self._done.set())
 
     async def run(self) -> None:
-        """Answer requests until the client, or `end`, ends the channel."""
         try:
             await self._done.wait()
             if not self._socket.closed:
@@ -277,8 +267,6 @@ class _ServerChannel:
     def _end_if_idle(self) -> None:
         if self._ending and not self._computing and not self._socket.pending:
             self._done.set()
-
-    # In
 
     def _begin(self, kind: int, number: int, nbytes: int) -> bool:
         if kind != FrameKind.REQUEST:
@@ -354,8 +342,6 @@ class _ServerChannel:
             self._handler.lifecycle.end_request()
         self._adjust()
         self._end_if_idle()
-
-    # Out
 
     def _refuse(self, error: RequestError, number: int, nbytes: int) -> None:
         self._handler.record_error(error, self._call, f"{number:016x}", nbytes)

@@ -74,7 +74,6 @@ exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 
 
 def _priority(raw: Any) -> str:
-    """Parse a priority: "lowest", "default", "auto", or a level from 1 on."""
     text = str(raw).strip()
     if text not in ("lowest", "default", "auto") and not (text.isascii() and text.isdigit() and 0 < int(text) < 2**32):
         raise ValueError("expected lowest, default, auto, or a level from 1 on")

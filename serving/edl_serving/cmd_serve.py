@@ -60,7 +60,6 @@ def check_arguments(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `edl serve`; return the exit code."""
     parser = ServingParser("edl serve", _DESCRIPTION, _EXAMPLES, _DETAILS)
     _, given = parser.parse_settings(GROUPS, argv)
     config = ServeConfig.of(given)

@@ -60,7 +60,6 @@ class HttpApi:
         self._refusal = refusal
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Answer a request."""
         status, raw = "200 OK", list[Buffer]()
         try:
             answer, raw = self._answer(environ)

@@ -77,7 +77,6 @@ class InferenceServicer:
         self.channels = ChannelListener(self, files, settings.max_connection_age_s)
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Return gRPC's handlers for all methods of the service, and for opening a tensor channel."""
         answers: dict[str, Answer] = {
             "ServerLive": lambda request, context: kserve.ServerLiveResponse(live=True),
             "ServerReady": lambda request, context: kserve.ServerReadyResponse(ready=self.lifecycle.ready),
@@ -173,7 +172,6 @@ class InferenceServicer:
         return regions
 
     async def infer(self, data: bytes, context: ServicerContext) -> bytes:
-        """Answer `ModelInfer`."""
         answer = await self._answer_call(data, context)
         del data  # gRPC keeps the exception of `abort`, and with it this frame, until garbage is collected
         if isinstance(answer, RequestError):
@@ -181,7 +179,6 @@ class InferenceServicer:
         return answer
 
     async def _answer_call(self, data: bytes, context: ServicerContext) -> bytes | RequestError:
-        """Return the response to a call, or the error that refuses it."""
         call, metadata = self._open_call(context)
         request_id, nbytes = request_id_of(metadata), len(data)
         try:
@@ -260,7 +257,6 @@ class InferenceServicer:
             self.clients.close_call(client, stream=True)
 
     async def open_channel(self, data: bytes, context: ServicerContext) -> bytes:
-        """Answer `names.OPEN_CHANNEL`."""
         call, _ = self._open_call(context)
         try:
             return self.channels.offer(call)
@@ -277,7 +273,6 @@ class InferenceServicer:
     def record_error(
         self, error: RequestError, call: Call, request_id: str, nbytes: int, job: InferenceJob | None = None
     ) -> None:
-        """Count and log a request that ended with an error."""
         self.metrics.record_error(error)
         code = error.code.name
         _log.debug("request %s of %s: %s: %s", quote(request_id), call.client, code, quote(error.message))
@@ -337,7 +332,6 @@ class InferStream:
         self._receiver: asyncio.Task[None] | None = None
 
     async def run(self, requests: AsyncIterator[bytes]) -> None:
-        """Answer requests until the client, or `end`, ends the stream and all requests have been answered."""
         self._receiver = asyncio.create_task(self._receive(requests))
         try:
             while (accepted := await self._answers.get()) is not None:

@@ -66,12 +66,10 @@ class ServedModel:
             raise SettingsError(f"model {self.name!r} has sequence rows, so it cannot be inline")
 
     def inputs_of(self, sent: Collection[str]) -> tuple[TensorSpec, ...]:
-        """Return the inputs, without the optional ones that were not sent."""
         optional = {*self.optional_outputs.values()} - {*sent}
         return tuple([spec for spec in self.inputs if spec.name not in optional])
 
     def outputs_of(self, sent: Collection[str]) -> tuple[TensorSpec, ...]:
-        """Return the outputs available for a request with the inputs `sent`."""
         missing = {name for name, needed in self.optional_outputs.items() if needed not in sent}
         return tuple([spec for spec in self.outputs if spec.name not in missing])
 
@@ -125,7 +123,6 @@ class ServedModel:
         return kserve.ModelConfigResponse(config=config)
 
     def extensions(self) -> list[str]:
-        """Return the extensions that `ServerMetadata` lists."""
         offered = ["model_configuration", names.TOP_K, names.DTYPE]
         if self._settings.tensor_channel:
             offered.append(names.EXTENSION_CHANNEL)

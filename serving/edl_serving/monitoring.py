@@ -128,7 +128,6 @@ class Metrics(Collector):
         self._refusals[error.reason] += 1
 
     def record_rejected_call(self, error: RequestError) -> None:
-        """Count a call that was refused before it had a request."""
         self._refusals[error.reason] += 1
 
     def collect(self) -> Iterator[Metric]:
@@ -177,7 +176,6 @@ class Metrics(Collector):
         return self._http.port
 
     def close(self) -> None:
-        """Stop listening."""
         if self._http is not None:
             self._http.close()
             self._http = None
@@ -189,10 +187,7 @@ _CLOSE_S = 2.0  # how long the end of the process waits for the last lines
 
 
 class AccessLog:
-    """Writes a line for each request until `close`.
-
-    A file that was moved or deleted is opened again, so `logrotate` only has to move it.
-    """
+    """Writes a line for each request until `close`. It opens a moved file again, so `logrotate` can move it."""
 
     def __init__(self, path: str, model: str, version: str) -> None:
         self._path = path

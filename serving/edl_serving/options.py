@@ -64,12 +64,10 @@ def count(raw: Any) -> int:
 
 
 def port(raw: Any) -> int:
-    """Read a TCP port; 0 means any free port."""
     return _whole(raw, 0, 65535, "a port: 0 (any free one) to 65535")
 
 
 def user(raw: Any) -> int:
-    """Read a user id, or the name of a user of this system."""
     if isinstance(raw, str) and not raw.strip().isdecimal():
         try:
             return pwd.getpwnam(raw.strip()).pw_uid
@@ -89,14 +87,12 @@ def number(raw: Any) -> float:
 
 
 def duration_s(raw: Any) -> float:
-    """Read a duration with its unit, and return seconds."""
     if isinstance(raw, bool) or not (isinstance(raw, str) or raw == 0):
         raise ValueError("expected a duration with a unit, such as 5ms, 2s, 1.5m")
     return parse_duration(str(raw), unit=True)
 
 
 def size_bytes(raw: Any) -> int:
-    """Read a size with its unit, and return bytes."""
     match = _SIZE.fullmatch(raw.strip()) if isinstance(raw, str) else None
     if match is None:
         raise ValueError("expected a size with a unit, such as 512MiB")
@@ -139,7 +135,6 @@ class Option:
         return self.name.replace("-", "_")
 
     def read(self, raw: Any, where: str) -> Any:
-        """Read a value; `where` names its origin in errors."""
         try:
             if self.pairs:
                 return self._read_pairs(raw)

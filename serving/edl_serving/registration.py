@@ -90,10 +90,7 @@ def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> No
 
 
 class ReadyFile:
-    """A JSON file that exists while a process is ready, for the process that started it. It is written atomically.
-
-    The constructor raises `SettingsError` if the file cannot be written, before a model is loaded.
-    """
+    """A JSON file, written atomically, that exists while a process is ready; SettingsError at once if it cannot be."""
 
     def __init__(self, path: str | None) -> None:
         self._path = Path(path or os.devnull).expanduser().absolute()
@@ -246,10 +243,7 @@ class InstanceReconciler:
 
 
 def _warn_of_a_namesake(registry: Registry, desired: Instance) -> None:
-    """Warn if another process is registered with the same id.
-
-    A restarted process replaces its own entry, as intended, but two live processes would keep replacing each other's.
-    """
+    """Warn if another process has the same id: two live ones would keep replacing each other's entry."""
     for instance in registry.snapshot(desired.service).instances:
         if instance.id == desired.id and instance.endpoint != desired.endpoint:
             _log.warning(
@@ -294,7 +288,6 @@ class TeacherLoad:
                 self._publisher.publish_soon()
 
     def close(self) -> None:
-        """Remove the record; see `LoadPublisher.close`."""
         if self._publisher is not None:
             self._publisher.close()
 
@@ -322,11 +315,7 @@ class ProbeStatus(enum.Enum):
 
 
 class ReadinessTracker:
-    """Decides after each probe whether a server is registered.
-
-    A server that reports not ready is deregistered at once. A server that does not answer is deregistered after
-    `failures` probes in a row, because a single probe may be lost.
-    """
+    """Keeps a server registered until it reports not ready or misses `failures` probes in a row: one may be lost."""
 
     def __init__(self, failures: int) -> None:
         self._failures = failures
@@ -334,7 +323,6 @@ class ReadinessTracker:
         self.registered = False
 
     def record_probe(self, status: ProbeStatus) -> bool:
-        """Record a probe; return whether the server should be in discovery."""
         self._missed = self._missed + 1 if status is ProbeStatus.NO_ANSWER else 0
         patient = self.registered and status is ProbeStatus.NO_ANSWER and self._missed < self._failures
         self.registered = status is ProbeStatus.READY or patient
@@ -455,10 +443,7 @@ class TeacherRegistration:
                 self._write_ready_file(instance)
 
     def _write_ready_file(self, instance: Instance) -> None:
-        """Write the ready file unless the teacher is no longer ready. The caller holds the lock.
-
-        A registry may take long to show an instance, and a file that was removed meanwhile must not reappear.
-        """
+        """Write the ready file unless the teacher stopped being ready meanwhile. The caller holds the lock."""
         if not self._healthy or self._draining:
             return
         content = {"endpoint": instance.endpoint, "port": instance.port, "metrics_port": self._metrics_port}

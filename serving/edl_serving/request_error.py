@@ -27,32 +27,25 @@ class RequestError(Exception):
         self.reason = reason or code.name.lower()
 
     def copy(self) -> RequestError:
-        """Return an equal error without a traceback."""
         return RequestError(self.code, self.message, self.retry_after_ms, self.reason)
 
     @property
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """The trailing metadata to send with the status."""
         if self.retry_after_ms is None:
             return ()
         return ((names.RETRY_AFTER_MS, str(self.retry_after_ms)),)
 
 
 def invalid_argument(message: str) -> RequestError:
-    """Return the error for an invalid request, which would fail again if it were repeated."""
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
 def not_found(message: str) -> RequestError:
-    """Return the error for an unknown name."""
     return RequestError(grpc.StatusCode.NOT_FOUND, message)
 
 
 def malformed_message(data: Buffer, why: str) -> RequestError:
-    """Return the error for bytes that do not parse.
-
-    Compressed messages are not decompressed, because a few hundred bytes could become gigabytes.
-    """
+    """Return the error for bytes that do not parse. None are decompressed: a few hundred could become gigabytes."""
     if codec.is_compressed(data):
         return invalid_argument("this server takes no compressed messages: send them without compression")
     return invalid_argument(why)

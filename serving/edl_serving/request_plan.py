@@ -74,7 +74,6 @@ class OutputOptions:
         return names.top_k_names(spec.name)
 
     def check_outputs(self, specs: list[TensorSpec]) -> None:
-        """Refuse `edl_dtype` if no requested output is floating-point."""
         if self.datatype is not None and specs and not any(spec.datatype in _FLOATS for spec in specs):
             spec = specs[0]
             raise invalid_argument(
@@ -98,7 +97,6 @@ class OutputOptions:
         return dict(zip(names.top_k_names(spec.name), (ids, self.cast(values), tail), strict=True))
 
     def row_bytes(self, spec: TensorSpec, shape: tuple[int, ...], name: str) -> int:
-        """Return the bytes sent for one row of an output."""
         itemsize = dtype_of(self.datatype if self.datatype and spec.datatype in _FLOATS else spec.datatype).itemsize
         if name == spec.name or self.top_k is None:
             return itemsize * math.prod(shape)
@@ -130,11 +128,7 @@ def read_parameter(parameters: Mapping[str, kserve.InferParameter], name: str, f
 
 
 def cut_top_k(computed: TopKArrays, k: int, temperature: float) -> TopKArrays:
-    """Reduce top-k arrays to a smaller k, and add the dropped values to the tail.
-
-    Returns:
-        The same ids and values as a direct computation with this k. The tail is rounded once more.
-    """
+    """Reduce top-k arrays to a smaller k, and add the dropped values to the tail, which is rounded once more."""
     ids, values, tail = computed
     if values.shape[-1] == k:
         return computed
@@ -150,8 +144,7 @@ _OBJECT_NBYTES = 41
 """Memory for an element of BYTES in addition to its content: 33 bytes in CPython's object, and 8 in the array."""
 _FINAL_WANTED = "triton_enable_empty_final_response"  # set by tritonclient's `enable_empty_final_response`
 _MOST_COPIED = 256 << 20
-"""Largest size of shared memory that is copied for a request: 2,048 tokens with 32,768 targets each. It is needed
-because the number of rows is limited, but their width is not."""
+"""Most bytes of shared memory copied for a request: 2,048 tokens with 32,768 targets. A row's width has no limit."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +335,6 @@ def _read_inputs(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
 
 
 def _refuse_names(sent: list[str], model: ServedModel) -> None:
-    """Raise an error that says which input is unknown, repeated or missing."""
     known = [spec.name for spec in model.inputs]
     has = f"model {model.name!r} has {', '.join(known)}"
     seen: set[str] = set()

@@ -181,7 +181,6 @@ def pick(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def refuse_zero(given: Mapping[str, Any], *keys: str) -> None:
-    """Refuse a duration of 0 for options that must be above 0."""
     for key in keys:
         if given.get(key) == 0:
             raise SettingsError(f"--{key.replace('_', '-')} 0: expected a value above 0")
@@ -194,7 +193,6 @@ def prepare_process(command: str, given: Mapping[str, Any]) -> None:
 
 
 def registration_settings_of(given: Mapping[str, Any], service: str) -> RegistrationSettings:
-    """Build the settings from values of the options for discovery."""
     settings = DiscoverySettings.of(given.get("store"), given.get("ttl"))
     return RegistrationSettings(
         service=service,
@@ -226,7 +224,6 @@ class TeacherConfig:
 
     @classmethod
     def build(cls, given: Mapping[str, Any], **fields: Any) -> Self:
-        """Build the settings from the values of the options; `fields` are those of a subclass."""
         model = given.get("model") or given.get("service")
         if model is None:
             raise SettingsError("name the service: --service NAME, under which students find the model")

@@ -46,11 +46,9 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _AGE_GRACE_MS = 30_000  # time for requests in flight on a connection that reached its age; the same as for draining
 _SWEEP_EVERY_S = 5.0  # longest time that a killed student's memory is kept; a sweep takes microseconds
 _TURN_S = 4.0
-"""How long an event loop iteration may take before the process counts as stuck. The operator's probes wait 5 s, and
-large requests take far less."""
+"""How long an event loop iteration may take before the process counts as stuck. The operator's probes wait 5 s."""
 _FAULT_LOOK_S = 1.0
-"""How often backends are asked for faults. This takes microseconds, and is as fast as students notice a dead
-teacher."""
+"""How often backends are asked for faults. This takes microseconds, and students notice a dead teacher as fast."""
 _FLUSH_S = 0.25  # time to end RPCs without a waiting client, such as health watches
 
 
@@ -144,7 +142,6 @@ class TeacherServer:
         self._ready_watch = changed
 
     def _add_checks(self) -> None:
-        """Add the checks of `/livez` and `/readyz`."""
         loop, checks = asyncio.get_running_loop(), self.metrics.checks
 
         def check_loop() -> str:
@@ -178,7 +175,6 @@ class TeacherServer:
         self._run_task(canary.run())
 
     async def _watch_faults(self) -> None:
-        """Check the backends for faults until cancelled."""
         while True:
             await self._set_fault("backend", next(filter(None, (b.find_fault() for b in self._backends)), ""))
             await asyncio.sleep(_FAULT_LOOK_S)
@@ -254,8 +250,6 @@ class TeacherServer:
             self.metrics_port = self.metrics.listen(settings.metrics_host, settings.metrics_port, api)
 
     def _watch_certificate(self, files: CredentialFiles) -> None:
-        """Add the gauge of the certificate's expiry, and log the certificate."""
-
         def expiry() -> float:
             return float(ssl.cert_time_to_seconds(files.current().not_after))
 
@@ -347,7 +341,6 @@ _REMEDIES = {
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise if the kernel does not allow listening on a TCP port."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         socket.create_server(place[:2], family=family).close()

@@ -103,7 +103,6 @@ class ServerSettings:
     access_log: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the settings, and fill in the defaults that depend on other settings."""
         if not self.model:
             raise SettingsError("model='': a served model needs a name")
         for name in _ROOM:

@@ -65,12 +65,10 @@ class SharedMemoryRegion:
         os.close(self.fd)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of the region, mapped or copied."""
         self.check_range(offset, nbytes)
         return self._read_copy(offset, nbytes) if self.mapped is None else self.mapped[offset : offset + nbytes]
 
     def check_range(self, offset: int, nbytes: int) -> None:
-        """Refuse bytes outside the region or the object."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise invalid_argument(
                 f"shared memory region {quote(self.name)} has {self.nbytes} bytes; "
@@ -238,7 +236,6 @@ class ClientRegions:
         self._regions_by_name: dict[str, SharedMemoryRegion] | None = None
 
     def __getitem__(self, name: str) -> SharedMemoryRegion:
-        """Return a region by name."""
         try:
             return self._own()[name]
         except KeyError:
@@ -314,7 +311,6 @@ _FRESH_S = 1.0
 
 @functools.lru_cache(maxsize=1024)
 def is_local(peer: str) -> bool:
-    """Return whether a peer is on this host."""
     address = _parsed(peer)
     return address is not None and address[0].is_loopback
 
@@ -338,7 +334,6 @@ class PeerCredentials:
         return None if user == _NOBODY else user
 
     def is_connected(self, peer: str) -> bool:
-        """Return whether a connection still exists."""
         return self.user_of(peer) is not None
 
     def _read(self) -> None:

@@ -43,10 +43,7 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 
 
 def store_credentials(credentials: Credentials) -> Credentials:
-    """Return the credentials for a served store: tokens, and mutual TLS if all its files are set.
-
-    A CA alone, or a certificate alone, is for teachers.
-    """
+    """Return the credentials for a served store: tokens, and mutual TLS if a CA and a certificate are set."""
     if credentials.ca and credentials.cert:
         return credentials
     return Credentials(token_file=credentials.token_file, allow_insecure_tokens=credentials.allow_insecure_tokens)
@@ -87,10 +84,7 @@ class _NoAnswerError(DiscoveryError):
 
 
 class StoreClient(Resource):
-    """Makes calls to a server. Closing it ends pending calls. Thread-safe.
-
-    All methods raise DiscoveryError when the server cannot be reached, or refuses.
-    """
+    """Makes calls to a server; DiscoveryError if it is down or refuses. Closing ends pending calls. Thread-safe."""
 
     def __init__(self, target: ServedTarget) -> None:
         super().__init__()
@@ -151,7 +145,6 @@ class StoreClient(Resource):
         return reply
 
     def _translated(self, exc: grpc.RpcError) -> DiscoveryError | ClosedError:
-        """Return EDL's error for gRPC's."""
         if self._closed:
             return ClosedError(f"the connection to {self.target} is closed")
         code, words = exc.code(), shown(exc.details() or "")
@@ -292,8 +285,6 @@ def points_of(reply: messages.SeriesReply) -> tuple[str, list[dict[str, float]]]
 
 
 class _GrantedClaim(Claim):
-    """A lease at the server."""
-
     def __init__(self, client: StoreClient, ttl_s: float) -> None:
         super().__init__()
         self.client = client

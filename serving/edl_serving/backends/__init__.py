@@ -1,8 +1,7 @@
 """Models that the teacher server can serve: their loaders, found by name and imported when used.
 
 Each module turns one family of models into a `Backend`. All but `hf`, whose inputs are token ids, pass one conformance
-suite. To serve another family of models, write a `--factory` that returns your own `Backend`; nothing here needs to
-change.
+suite. To serve another family of models, write a `--factory` that returns your own `Backend`.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ MODEL_LOADERS = {
     ),
     "paddle": ("paddle:PaddleBackend", _ANY_MODEL | {"device", "threads"}),
 }
-"""For each flag: the function in this package that turns a `ModelSource` into a `Backend`, and the fields it
-accepts."""
+"""By flag: the function in this package that turns a `ModelSource` into a `Backend`, and the fields it accepts."""
 
 
 def open_backends(source: ModelSource) -> list[Backend]:

@@ -61,7 +61,6 @@ def with_nonzero_floats(zeros: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def warn_of_copies() -> None:
-    """Warn that the model gets copies of its inputs, and say how to avoid them."""
     _log.warning(
         "the model writes to its inputs, which are read-only: from now on it gets copies. Have it write to its own "
         "arrays to avoid them"
@@ -336,7 +335,6 @@ def _datatype(name: str) -> str:
 
 
 def parse_specs(texts: Sequence[str | TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Parse tensors, and refuse duplicate names."""
     specs = tuple(text if isinstance(text, TensorSpec) else parse_spec(text) for text in texts)
     names = [spec.name for spec in specs]
     for name in names:
@@ -346,7 +344,6 @@ def parse_specs(texts: Sequence[str | TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def read_sample(path: str) -> dict[str, Array]:
-    """Read the arrays of an `.npz` file, one batch per input name."""
     try:
         with np.load(existing_file(path, "--sample"), allow_pickle=False) as file:
             arrays: dict[str, Array] = {name: file[name] for name in file.files}
@@ -359,7 +356,6 @@ def read_sample(path: str) -> dict[str, Array]:
 
 
 def spec_of(name: str, batch: Array) -> TensorSpec:
-    """Return the spec of an array `[rows, *shape]`."""
     return TensorSpec(name, datatype_of(batch.dtype), batch.shape[1:])
 
 
@@ -408,7 +404,6 @@ def complete_outputs(
 
 
 def default_output_names(count: int) -> list[str]:
-    """Return default names for the outputs of a model that does not name them."""
     return ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
 
 
@@ -471,11 +466,7 @@ class BatchSizeRange:
 
 
 def predict_in_parts(predict: Predict, inputs: Mapping[str, Array], accepted: BatchSizeRange) -> dict[str, Array]:
-    """Call `predict` with batch sizes that the model accepts.
-
-    A batch that is too large is split. A batch that is too small is padded with copies of its last row, and the outputs
-    for the padding are dropped.
-    """
+    """Call `predict` with accepted batch sizes: split a large batch, pad a small one with copies of its last row."""
     rows = len(next(iter(inputs.values())))
     most = accepted.most or rows
     if accepted.least <= rows <= most:
@@ -493,10 +484,7 @@ def predict_in_parts(predict: Predict, inputs: Mapping[str, Array], accepted: Ba
 
 
 class DescribedBackend(Backend):
-    """A backend around `_run_model`, which calls the model and returns all outputs, by the model's own names.
-
-    A subclass calls `_resolve_specs` at the end of its constructor, when `_run_model` works.
-    """
+    """A backend around `_run_model`. A subclass's constructor calls `_resolve_specs` last, when `_run_model` works."""
 
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
@@ -527,12 +515,10 @@ class DescribedBackend(Backend):
         self.outputs = complete_outputs(outputs, self._run_model, self.inputs, self._sample)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Call the model, and return its outputs cast to their specs."""
         answers = select_outputs(self._run_model(inputs), [spec.name for spec in self.outputs])
         return {spec.name: cast_to_spec(spec, answers[spec.name]) for spec in self.outputs}
 
     def sample(self, rows: int) -> Mapping[str, Array]:
-        """Repeat the rows of the sample until there are enough; zeros without a sample."""
         if self._sample is None:
             return super().sample(rows)
         return {name: array[np.arange(rows) % len(array)] for name, array in self._sample.items()}

@@ -69,7 +69,6 @@ class CallableBackend(DescribedBackend):
         raise TypeError(f"the function returned {type(answer).__name__}, not a dictionary of arrays or an array")
 
     def warm_up(self, max_rows: int) -> None:
-        """Call the function's own `warm_up` if it has one, else the default."""
         own = getattr(self._function, "warm_up", None)
         if own is not None:
             own(max_rows)
@@ -77,7 +76,6 @@ class CallableBackend(DescribedBackend):
             super().warm_up(max_rows)
 
     def close(self) -> None:
-        """Call the function's own `close` if it has one."""
         close = getattr(self._function, "close", None)
         if close is not None:
             close()

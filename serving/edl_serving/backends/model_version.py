@@ -3,8 +3,6 @@
 docs/teachers.md ("Versions") says what the hash covers. If the version stayed the same after the model had changed,
 students would reuse labels of the old model. So if a model holds anything else (an object, a container that is filled
 later, code without source), its version is unknown until the user sets `--model-version`.
-
-`UserModules` finds the modules and `ContentHash` hashes values.
 """
 
 from __future__ import annotations
@@ -36,11 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def compute_version(source: ModelSource, module: types.ModuleType, model: Any) -> str:
-    """Hash the model that the user's code has built.
-
-    Returns:
-        16 hexadecimal digits. Empty if the model holds something that cannot be hashed; the log then says why.
-    """
+    """Hash the model that the user's code built: 16 hexadecimal digits, or "" (logged) if a part cannot be hashed."""
     modules = UserModules(module)
     content = ContentHash(modules)
     try:
@@ -127,7 +121,6 @@ class UserModules:
         return text
 
     def is_users(self, module: types.ModuleType) -> bool:
-        """Return whether a module is the user's, and not installed."""
         file = getattr(module, "__file__", None)
         return module is self._named or (file is not None and not self.is_library(file))
 
@@ -139,7 +132,6 @@ class UserModules:
         return any(not self.is_library(f"{folder}{os.sep}") for folder in folders)
 
     def is_library(self, file: str) -> bool:
-        """Return whether a file of code is installed."""
         if file.startswith("<"):
             return file.startswith("<frozen ")  # other names in angle brackets come from `exec`
         if any(in_package(file, name) for name in _OWN_PACKAGES):
@@ -455,7 +447,6 @@ class ContentHash:
 
 
 def _transformers_settings(value: Any) -> dict[str, Any] | None:
-    """Return the settings in a configuration of transformers, or None for another value."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(value, (transformers.PretrainedConfig, transformers.GenerationConfig)):
         return None

@@ -26,10 +26,7 @@ DEFAULT_MAX_TOKENS = 8192
 
 
 class WeightsVersion(str):
-    """A version that is a hash of weights and code, so that equal versions mean equal models on any teacher.
-
-    It is a separate type because a version chosen by a person may look like a hash.
-    """
+    """A version that is a hash of weights and code. It has its own type, as a version chosen by a person may look alike."""
 
     __slots__ = ()
 
@@ -62,7 +59,6 @@ class ModelSource:
 
     @property
     def package(self) -> str:
-        """The top package of a target `module:name`, or a file's name without its suffix."""
         return top_name(self.target.rpartition(":")[0])
 
     def settings(self) -> bytes:
@@ -82,7 +78,6 @@ def top_name(module: str) -> str:
 
 
 def existing_file(path: str, flag: str) -> Path:
-    """Return `path`, with `~` expanded, if it is a file."""
     found = Path(path).expanduser()
     if not found.is_file():
         raise SettingsError(f"{flag}: file {str(found)!r} does not exist (in {Path.cwd()})")
@@ -154,7 +149,6 @@ def import_target(target: str, flag: str) -> Any:
 
 
 def module_of(target: str) -> ModuleType:
-    """Return the module in which `import_target` last found `target`."""
     return _loaded[target.rpartition(":")[0]]
 
 
@@ -195,7 +189,6 @@ def is_library(file: str) -> bool:
 
 
 def in_package(file: str, package: str) -> bool:
-    """Return whether a source file lies in the folders of an imported package."""
     folders = getattr(sys.modules.get(package), "__path__", ())
     return file.startswith(tuple(f"{folder}{os.sep}" for folder in folders))
 

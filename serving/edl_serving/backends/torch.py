@@ -99,7 +99,6 @@ class Normalization:
         )
 
     def apply(self, array: Array) -> torch.Tensor:
-        """Return normalized floats on the device."""
         return to_tensor(array, self.scale.device, torch.float32).mul_(self.scale).add_(self.shift)
 
 
@@ -199,10 +198,7 @@ _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchBackend(DescribedBackend):
-    """A PyTorch module or function over tensors, called in inference mode; see the module's docstring.
-
-    The model must be on the device and in evaluation mode. `rows` gives the batch sizes that it accepts.
-    """
+    """A PyTorch module or function over tensors, on the device and in evaluation mode; see the module's docstring."""
 
     platform: str = "pytorch"
 
@@ -296,7 +292,6 @@ def from_torchscript(source: ModelSource) -> Backend:
 
 
 def from_export(source: ModelSource) -> Backend:
-    """Load `--torch-export`; by default, inputs and outputs are those of the program."""
     path = existing_file(source.target, "--torch-export")
     try:
         program = torch.export.load(str(path))

@@ -92,8 +92,7 @@ class InferenceJob:
 
 
 _MOST_REMEMBERED = 1024
-"""How many clients without a job are remembered by their tags: the default number of clients. A forgotten client gains
-at most one turn."""
+"""How many clients without a job are remembered by their tags. A forgotten client gains at most one turn."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,6 @@ class BatchQueue:
         self._queue_for(job).appendleft(job)
 
     def remove_job(self, job: InferenceJob) -> bool:
-        """Remove a job; return False if it is not queued."""
         client = self._clients.get(job.client)
         line = client.lines.get(job.shapes) if client is not None else None
         if client is None or line is None or job not in line:
@@ -184,7 +182,6 @@ class BatchQueue:
         return True
 
     def pop_batch(self, now: float) -> PoppedBatch:
-        """Remove and return the next batch, if one is due, and expired jobs."""
         expired = self._drop_expired(now)
         if not self._clients:
             return PoppedBatch(expired=expired)
@@ -200,10 +197,7 @@ class BatchQueue:
         self.rows = self.nbytes = 0
         return jobs
 
-    # In and out
-
     def _queue_for(self, job: InferenceJob) -> deque[InferenceJob]:
-        """Count a job, and return the line that it belongs to."""
         client = self._clients.get(job.client)
         if client is None:
             tag = max(self._virtual_time, self._finish_tags.pop(job.client, 0))
@@ -219,7 +213,6 @@ class BatchQueue:
         client.nbytes += sign * nbytes
 
     def _account_removal(self, client: _Backlog, line: deque[InferenceJob], job: InferenceJob) -> None:
-        """Stop counting a job that was removed from its line."""
         self._count(client, job, -1)
         if line:
             return
@@ -259,7 +252,6 @@ class BatchQueue:
         return chosen
 
     def _share(self, rows: int, nbytes: int) -> float:
-        """Return the share of the queue that rows or bytes take."""
         return max(rows / self._max_queue_rows, nbytes / self._max_queue_bytes)
 
     def _drop_expired(self, now: float) -> list[InferenceJob]:
@@ -271,10 +263,7 @@ class BatchQueue:
             self.remove_job(job)
         return expired
 
-    # Turns
-
     def _due_shapes(self, now: float) -> Shapes | None:
-        """Return the shapes of the next batch; None if none is due."""
         clients: Iterable[_Backlog] = self._clients.values()
         if len(self._clients) > 1:
             clients = sorted(clients, key=lambda client: (client.tag, client.number))

@@ -100,8 +100,7 @@ class Worker:
 _FIRST_HINT_MS = 100
 """Retry hint before the first batch is computed: as long as a large model needs for some batches on a GPU."""
 _LONGEST_HINT_MS = 10_000
-"""Longest retry hint, for a model that needs minutes for its queue. If students slept longer, a teacher that joins
-later would get no requests at first."""
+"""Longest retry hint, for a queue of minutes. With a longer one, a teacher that joins later would get no requests."""
 _SLOW_INLINE_S = 0.005
 """An inline `predict` should take microseconds; one that takes this long delays other requests, so it is logged."""
 
@@ -198,7 +197,6 @@ class Batcher:
         return RequestError(grpc.StatusCode.UNAVAILABLE, f"the queue is full: {full}", hint_ms, "queue")
 
     def _estimate_ms(self, rows: int) -> int:
-        """Estimate how long the model needs for these rows, from its average speed so far."""
         done = sum(executor.metrics.rows for executor in self._executors)
         if done == 0:
             return _FIRST_HINT_MS

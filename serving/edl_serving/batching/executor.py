@@ -46,10 +46,7 @@ class Executor:
         self._throttle = LogThrottle(_log)
 
     def run_jobs(self, jobs: Sequence[InferenceJob]) -> None:
-        """Set the answers of all jobs that are not cancelled. Does not raise.
-
-        If the model fails on several requests together, each is computed again alone.
-        """
+        """Set the answers of all jobs that are not cancelled. Does not raise; jobs that fail together run again alone."""
         self.run_next_part(jobs)
         while len(jobs) == 1 and jobs[0].unfinished:
             self.run_next_part(jobs)
@@ -101,7 +98,6 @@ class Executor:
                 job.answer = error.with_traceback(None)  # the traceback's frames hold the job
 
     def _run_alone(self, jobs: Sequence[InferenceJob]) -> None:
-        """Compute jobs that failed together one by one, except those whose deadline has passed."""
         for job in jobs:
             if job.deadline > time.monotonic():
                 self.run_jobs([job])
@@ -237,7 +233,6 @@ def _check_top_k(spec: TensorSpec, output: object, rows: int, k: int) -> dict[st
 
 
 def _check_output(spec: TensorSpec, output: object, rows: int) -> Array:
-    """Return the output; raise if it does not match the spec."""
     if output is None:
         raise ModelFault("output", f"output {spec.name!r} is missing")
     if not isinstance(output, np.ndarray):
@@ -274,7 +269,6 @@ class LogThrottle:
         self._logged: dict[str, tuple[float, int]] = {}  # kind -> when a line was written, faults since
 
     def log_error(self, kind: str, message: str, exc: BaseException | None = None) -> None:
-        """Log a fault, or only count it if its kind was logged in the last ten seconds."""
         now = self._clock()
         if kind not in self._logged:
             self._logged[kind] = (now, 0)

@@ -96,7 +96,6 @@ class EngineHealth:
         return self._every_s
 
     async def _ask(self) -> tuple[ProbeStatus, str]:
-        """Return the engine's status, and what is wrong with it."""
         name = str(self.engine.address)
         try:
             connection = EngineConnection(self.engine)
@@ -210,7 +209,6 @@ class GatewayBackend(Backend):
         self.predict_top_k(self.sample(1), self._health.k, _TEMPERATURE)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Raise NotImplementedError, because an engine returns only the largest values."""
         raise NotImplementedError("an engine gives only the largest log-probabilities: use predict_top_k")
 
     def predict_top_k(

@@ -25,8 +25,7 @@ _log = logging.getLogger(__name__)
 BATCHES = 2
 """Batches in flight, so that the engine has the next batch while it computes the last sequences of this one."""
 _TOKENS_IN_FLIGHT = 16_384
-"""As many tokens as vLLM processes in two steps on a large GPU; more would only occupy memory there. A sequence may
-have up to half of them."""
+"""As many as vLLM processes in two steps on a large GPU; more would only occupy memory. A sequence may have half."""
 _QUEUED_BATCHES = 4
 """Batches that may wait, as with `edl serve`. With fewer the engine may idle, with more its labels arrive late."""
 _ENGINE = OptionGroup(

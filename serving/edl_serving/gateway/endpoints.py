@@ -29,11 +29,9 @@ _MASS_TOLERANCE = 1e-2
 """How far the sum of the k probabilities may exceed 1. With bfloat16 logits it does so by a few thousandths; if the
 values were logits or had another temperature, by far more."""
 _AGREEMENT = 1e-3
-"""How far two log-probabilities of one token may differ. It is small, since an engine takes both from the same
-numbers."""
+"""How far two log-probabilities of one token may differ: little, since an engine takes both from the same numbers."""
 _RESOLUTION = 2.0**-24
-"""Half the distance from 1 to the next float32. An engine computes in float32, so a remainder of 1 - p below this is
-not known any more precisely."""
+"""Half the distance from 1 to the next float32: an engine computes in float32, and knows no smaller 1 - p."""
 
 
 class EngineAnswerError(Exception):

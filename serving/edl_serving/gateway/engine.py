@@ -45,7 +45,6 @@ class EngineAddress:
 
     @classmethod
     def parse(cls, text: str) -> EngineAddress:
-        """Parse `vllm://host:port` or `sglang://host:port`; `vllm+https://` and `sglang+https://` for TLS."""
         match = _URL.fullmatch(text)
         if match is None or not 0 < int(match["port"]) < 65536:
             raise SettingsError(
@@ -60,7 +59,6 @@ class EngineAddress:
 
     @property
     def base_url(self) -> str:
-        """The start of the engine's URLs, without a trailing slash."""
         return f"http{'s' if self.tls else ''}://{self.authority}"
 
     def __str__(self) -> str:
@@ -68,13 +66,11 @@ class EngineAddress:
 
 
 def names_engine(text: str) -> bool:
-    """Return whether `text` looks like the address of an engine."""
     return re.match(r"(vllm|sglang)(\+\w+)?://", text) is not None
 
 
 _CONNECT_S = 5.0
-"""Timeout to connect to an engine in the same data centre. With less, an engine would look dead when a packet is lost
-twice."""
+"""Timeout to connect to an engine in the same data centre. With less, two lost packets would make it look dead."""
 _ATTEMPTS = 2
 """A second attempt is needed if the engine has closed an idle connection. A request that fails twice is an error."""
 _FIRST_WAIT_S, _LAST_WAIT_S = 0.05, 0.5  # long enough for a new connection; students wait meanwhile
@@ -122,7 +118,6 @@ class EngineAccess:
     timeout_s: float = 120.0
 
     def read_token(self) -> str:
-        """Return the token; empty without a token file."""
         if not self.token_file:
             return ""
         try:
@@ -131,7 +126,6 @@ class EngineAccess:
             raise SettingsError(f"--engine-token-file: {exc}") from exc
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return the TLS settings that verify the engine; None without TLS."""
         if not self.address.tls:
             return None
         try:
@@ -164,10 +158,7 @@ class EngineConnection:
         return True
 
     async def post(self, path: str, body: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Send a POST request, and repeat it once if the connection breaks, which is safe because answers are the same.
-
-        Raises `EngineRefusal` or `RequestError`.
-        """
+        """Send a POST request, and again if the connection breaks. Raises `EngineRefusal` or `RequestError`."""
         data = json.dumps(body, separators=(",", ":")).encode()
         try:
             answer = await asyncio.wait_for(self._post_again(path, data, limit), self._engine.timeout_s)
@@ -333,7 +324,6 @@ class EngineFacts:
 
 
 def answer_limit(tokens: int, k: int) -> int:
-    """Return the largest size in bytes of an answer about `tokens` tokens with `k` entries each."""
     return (1 << 20) + tokens * (k + 1) * _ENTRY_BYTES
 
 
@@ -455,7 +445,6 @@ def most_k(message: str) -> int | None:
 
 
 def explain(engine: EngineAccess, path: str, exc: Exception, k: int = 0) -> str:
-    """Say why an engine cannot be used, and what to change."""
     where = f"{engine.address}{path}"
     if isinstance(exc, RequestError):
         return exc.message

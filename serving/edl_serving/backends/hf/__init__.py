@@ -1,4 +1,1 @@
-"""Serves language models and encoders of Hugging Face's transformers from a folder with safetensors files.
-
-There are no downloads, no tokenization and no generation here, since students send token ids.
-"""
+"""Serves language models and encoders of transformers from safetensors files; students send token ids."""

@@ -26,8 +26,7 @@ from edl_serving.request_error import invalid_argument
 _log = logging.getLogger(__name__)
 
 _MAX_PADDING = 0.25
-"""Largest ratio of padding to tokens in a bucket. With more, a sequence of 16 tokens would be padded to 512; with much
-less, each length would need a call of its own."""
+"""Largest ratio of padding to tokens in a bucket. With much less, each length would need a call of its own."""
 _FREE_PADDING = 64
 """This much padding, in tokens, is cheaper than another call of the model."""
 
@@ -91,8 +90,7 @@ _GPU_SLICE_BYTES = 256 << 20
 """Bytes of float32 log-probabilities held at a time, plus about twice as many of working memory: 440 rows with a
 vocabulary of 152k tokens. With 64 MiB, starting kernels took an H200 a sixth of the time of a batch of 8,192 tokens."""
 _CPU_SLICE_BYTES = 8 << 20
-"""The same on a CPU, where more does not fit in a core's caches. With 8k words, 8 MiB gave 8,100 rows a second and 64
-MiB 4,800."""
+"""The same on a CPU, where more leaves a core's caches: with 8k words, 8,100 rows a second; with 64 MiB, 4,800."""
 
 
 class TopLogits(NamedTuple):
@@ -105,16 +103,12 @@ class TopLogits(NamedTuple):
 
 
 def rows_of_slice(vocabulary: int, device: torch.device) -> int:
-    """Return how many rows of float32 logits to hold at a time."""
     nbytes = _CPU_SLICE_BYTES if device.type == "cpu" else _GPU_SLICE_BYTES
     return max(1, nbytes // (4 * vocabulary))
 
 
 def select_top_k(logits: torch.Tensor, k: int, temperature: float, targets: torch.Tensor | None) -> TopLogits:
-    """Find the k largest logits of each row of `logits`, `[rows, vocabulary]`.
-
-    Among equal logits those with the lowest ids win, for every k and on every device.
-    """
+    """Find the k largest logits of each row, `[rows, vocabulary]`; of equal logits, those with the lowest ids."""
     vocabulary = logits.shape[-1]
     logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
     target_values = logprobs.gather(1, targets) if targets is not None else None
@@ -170,7 +164,6 @@ class TransformersBackend(Backend):
         self._padding = known if isinstance(known, int) and 0 <= known < self._vocabulary else None
 
     def close(self) -> None:
-        """Release the model and cached memory of the GPU."""
         self._model = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -185,7 +178,6 @@ class TransformersBackend(Backend):
             raise RuntimeError(f"the GPU's memory is too small for a batch: lower --max-tokens ({exc})") from exc
 
     def _call_padded(self, model: Any, ids: Array, bucket: Bucket, *, masked: bool) -> Any:
-        """Call `model` with the tokens of a bucket, padded."""
         tokens = torch.from_numpy(np.where(bucket.valid, ids[bucket.rows], self._padding or 0).astype(np.int64))
         options: dict[str, Any] = {}
         if masked and bucket.padded:

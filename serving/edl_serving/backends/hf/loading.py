@@ -42,7 +42,6 @@ _NO_LENGTH = 10**7
 
 
 def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
-    """Load a model in evaluation mode, without gradients."""
     folder = _existing_folder(source.target)
     dtype = source.dtype or "auto"
     if dtype != "auto" and dtype not in _DTYPES:

@@ -29,11 +29,7 @@ _TLS_TITLE: Final = "TLS and tokens (docs/security.md); files are reread on chan
 class CommandParser(argparse.ArgumentParser):
     """Parses the arguments of a command.
 
-    Args:
-        command: The command as the user types it, such as "edl label".
-        description: What the command does.
-        examples: Shown at the end of `--help`.
-        details: Shown after the examples by `--help-all`.
+    Users type `command` ("edl label"). `--help` ends with `examples`, `--help-all` with `details`.
     """
 
     def __init__(self, command: str, description: str, examples: str = "", details: str = "") -> None:
@@ -86,11 +82,7 @@ class CommandParser(argparse.ArgumentParser):
         add("--verbose", action="store_true", help="also log debug lines")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments as argparse does.
-
-        Raises:
-            SettingsError: An argument is unknown, missing or wrong.
-        """
+        """Parse arguments as argparse does; SettingsError if one is unknown, missing or wrong."""
         self._given = list(args or ())
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -145,7 +137,6 @@ class CommandParser(argparse.ArgumentParser):
             self._action_groups = groups
 
     def _hint(self, name: str) -> str:
-        """Return a hint at the option that was probably meant; empty if none is similar."""
         return did_you_mean(name, self._names())
 
     def _names(self) -> list[str]:
@@ -163,12 +154,7 @@ class _HelpAll(argparse.Action):
 
 
 class Once(argparse.Action):
-    """Refuse a second value of an option, where argparse would silently use the last one.
-
-    Args:
-        remedy: What to do instead, for the error.
-        same_again: Accept the same value again.
-    """
+    """Refuse a second value, except the `same_again`; argparse would use the last one. `remedy` ends the error."""
 
     def __init__(self, *args: Any, remedy: str, same_again: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -184,12 +170,7 @@ class Once(argparse.Action):
 
 
 def credential_options(role: Literal["client", "server"], others: str) -> dict[str, str]:
-    """Return the options for TLS and tokens, by name, with their help.
-
-    Args:
-        role: Whether the command connects to peers, or accepts their connections.
-        others: Word for the peers, such as "teachers" or "browsers".
-    """
+    """Return the options for TLS and tokens, by name, with their help; `others` names the peers, such as "teachers"."""
     if role == "client":
         return {
             "tls-ca": f"use TLS; CAs to trust for {others}, or system (EDL_TLS_CA)",
@@ -209,14 +190,9 @@ def credential_options(role: Literal["client", "server"], others: str) -> dict[s
 
 
 def parse_duration(text: str, *, unit: bool = False) -> float:
-    """Return a duration such as `5ms`, `3s`, `2m` or `1h` in seconds. A number alone counts as seconds.
+    """Return a duration such as `5ms`, `3s`, `2m` or `1h` in seconds; ValueError for any other text.
 
-    Args:
-        text: As the user typed it.
-        unit: Whether the unit is required, except for 0.
-
-    Raises:
-        ValueError: The text is something else.
+    A number alone counts as seconds, unless a `unit` is required (except for 0).
     """
     match = _DURATION.fullmatch(text.strip())
     if match is not None:

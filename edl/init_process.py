@@ -51,7 +51,6 @@ def run_init() -> int | None:
 
 
 def _reap() -> Iterator[tuple[int, int]]:
-    """Yield process id and wait status of the children that have ended."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

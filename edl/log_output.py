@@ -16,10 +16,7 @@ from datetime import datetime, timezone
 def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "text") -> None:
     """Write EDL's log lines to standard error, and warnings of other libraries. For commands only.
 
-    Args:
-        command: its name, with which lines begin.
-        verbose: also write EDL's debug lines.
-        log_format: "text" or "json".
+    `log_format` is "text" or "json".
     """
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
@@ -36,10 +33,7 @@ def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "tex
 def plain_log_to_stderr(command: str, loggers: Collection[str], log_format: str = "text") -> Iterator[None]:
     """Write log lines to standard error within the block, as text without time and level. For commands only.
 
-    Args:
-        command: its name, with which lines begin.
-        loggers: names of the loggers whose lines are written from INFO up; others are written from WARNING up.
-        log_format: "text" or "json".
+    Lines of `loggers` are written from INFO up, others from WARNING up. `log_format` is "text" or "json".
     """
     handler = logging.StreamHandler(sys.stderr)
     plain = logging.Formatter(f"{command}: %(message)s")
@@ -59,10 +53,7 @@ def plain_log_to_stderr(command: str, loggers: Collection[str], log_format: str 
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as a JSON object: time, level, logger, command, message and, for an exception, its stack.
-
-    Fields passed as `extra=` keep their names.
-    """
+    """Formats a record as a JSON object. Fields passed as `extra=` keep their names."""
 
     def __init__(self, command: str) -> None:
         super().__init__()

@@ -37,8 +37,7 @@ def read_mounts() -> str:
 def file_system(path: str, mounts: str) -> str:
     """Return the type of the file system that contains `path`, as in `proc(5)`; empty if `mounts` does not say.
 
-    The path is absolute, without symbolic links; it need not exist. `mounts` has the format of
-    `/proc/self/mountinfo`.
+    `path` is absolute, without symbolic links; it need not exist. `mounts` has the format of `/proc/self/mountinfo`.
     """
     best, kind = -1, ""
     for line in mounts.splitlines():

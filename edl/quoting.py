@@ -25,10 +25,7 @@ def clip(text: str, limit: int) -> str:
 
 
 def shown(text: object, limit: int = MOST_CHARS) -> str:
-    """Escape characters that a log line must not contain, as `repr` does but without quotes, and clip the text.
-
-    These are line breaks, NUL, terminal escapes, and characters that change the text direction.
-    """
+    """Clip text, and escape what a log line must not contain (line breaks, terminal escapes) as `repr` does."""
     words = clip(text if isinstance(text, str) else str(text), limit)
     if words.isprintable():
         return words
@@ -50,10 +47,7 @@ def listed(words: Collection[str], most: int = _MOST_LISTED, separator: str = ",
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean "x"?` for the end of an error message; empty if no known name is close to `word`.
-
-    Case is ignored.
-    """
+    """Return `; did you mean "x"?` for the end of an error message; empty if no known name is close, in any case."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(quote(by_lower[name]) for name in near)}?" if near else ""

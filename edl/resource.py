@@ -55,7 +55,6 @@ class Resource:
             raise ClosedError(f"{type(self).__name__} is closed")
 
     def _check_process(self) -> None:
-        """Raise ClosedError in a forked child."""
         if self._pid != os.getpid():
             raise ClosedError(f"{type(self).__name__} was opened before a fork: open it again in the child")
 

@@ -299,19 +299,16 @@ class Credentials:
         *,
         environ: Mapping[str, str] | None = None,
     ) -> Credentials:
-        """Build from arguments, then the environment, then defaults.
+        """Return credentials from arguments, then the environment, then defaults.
 
         Args:
-            ca: as the attribute; None to use the environment, as for all of these.
-            cert: as the attribute.
-            key: as the attribute.
-            server_name: as the attribute.
-            token_file: as the attribute.
-            allow_insecure_tokens: as the attribute.
-            environ: used instead of this process's environment.
-
-        Returns:
-            The credentials.
+            ca: As the attribute; None to use the environment, as for all of these.
+            cert: As the attribute.
+            key: As the attribute.
+            server_name: As the attribute.
+            token_file: As the attribute.
+            allow_insecure_tokens: As the attribute.
+            environ: Used instead of this process's environment.
 
         Raises:
             SettingsError: they cannot be combined, or `EDL_TOKEN` is set.
@@ -334,14 +331,11 @@ class Credentials:
 
     @classmethod
     def of_options(cls, given: Mapping[str, Any]) -> Credentials:
-        """Build from a command's options, then the environment, then defaults.
+        """Return credentials from a command's options, then the environment, then defaults.
 
         Args:
-            given: by name: `tls_ca`, `tls_cert`, `tls_key`, `tls_server_name`, `token_file` and
+            given: By name: `tls_ca`, `tls_cert`, `tls_key`, `tls_server_name`, `token_file` and
                 `allow_insecure_tokens`; others are ignored. Missing values and None come from the environment.
-
-        Returns:
-            The credentials.
         """
         names = ("ca", "cert", "key", "server_name")
         return cls.of(

@@ -147,10 +147,7 @@ class SqliteFile:
             raise self._tables.error(f"{self}: {words}", is_busy) from exc
 
     def change(self) -> str | None:
-        """Return why the connection can no longer be used; None if nothing has changed.
-
-        Empty if another file has replaced it; a reason if the existing file must no longer be used.
-        """
+        """Return why the connection can no longer be used, "" if its file was replaced; None if nothing changed."""
         return self._identity.change(self.path) if self._identity is not None else None
 
     def discard(self) -> bool:

@@ -15,15 +15,12 @@ _FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.j
 
 
 def hash_tokenizer(path: str | Path) -> str:
-    """Hash a tokenizer.
+    """Return the hash of a tokenizer: "sha256:" and 64 hexadecimal digits.
 
     For a `tokenizer.json`, the hash covers the token of each id, but not how text is normalized, padded or truncated: a
     trainer that saves a tokenizer may change that, while the ids keep their meaning. For a folder without one, it
     covers the vocabulary files and the ids of added tokens (`added_tokens.json`, `added_tokens_decoder` in
     `tokenizer_config.json`). `path` is such a file, or a folder with one, such as a model's.
-
-    Returns:
-        "sha256:" and 64 hexadecimal digits.
     """
     place = Path(path).expanduser()
     try:

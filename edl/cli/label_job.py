@@ -109,11 +109,7 @@ class LabelAgreement:
 
     @classmethod
     def from_json(cls, text: str) -> LabelAgreement:
-        """Parse the text of `to_json`.
-
-        Raises:
-            ProtocolError: The text has a different format.
-        """
+        """Parse the text of `to_json`; ProtocolError if it has a different format."""
         try:
             fields = json.loads(text)
             if fields["format"] != _FORMAT:
@@ -196,7 +192,6 @@ class _Worker:
             return self._conclude(client, store, progress)
 
     def _await_master(self, master: MasterServer, client: MasterClient) -> None:
-        """Wait until a master leads, in this process or another."""
         begun = time.monotonic()
         warned = False
         while True:
@@ -288,7 +283,6 @@ class _Worker:
             return labeller.label_shards(source, note)
 
     def _conclude(self, client: MasterClient, store: Store, progress: LabelProgress | None) -> int:
-        """Print the outcome of this process and of the job; return the exit code."""
         labels = self._final_labels(client, store)
         folders = _label_folders(store, self._job)
         missing, gone = self._missing(labels, folders)
@@ -392,7 +386,6 @@ class _MasterShards(ShardSource):
 
 
 def _labels_of(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the labels' entry in a master's report, if there is one."""
     datasets = report.get("datasets") if report is not None else None
     found = [each for each in datasets or () if isinstance(each, dict) and each.get("name") == _DATASET]
     return found[0] if found else None
@@ -431,7 +424,6 @@ def _note_folder(store: Store, job: str, folder: str) -> None:
 
 
 def _label_folders(store: Store, job: str) -> dict[str, list[str]]:
-    """Return the folders with labels of the job, and the hosts of each."""
     found: dict[str, list[str]] = {}
     try:
         for entry in store.list(_folders_key(job)):

@@ -291,7 +291,6 @@ def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, Dat
 
 
 def _conclude(job: str, status: dict[str, Any], seconds: float) -> int:
-    """Print the outcome of each data set; return the exit code."""
     poisoned = 0
     for dataset in status["datasets"]:
         shards = dataset["shards"]

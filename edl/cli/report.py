@@ -160,7 +160,6 @@ def _print_events(summary: JobSummary, console: Console) -> None:
 
 
 def _draw_picture(summary: JobSummary, path: Path) -> None:
-    """Draw a job into a file; the suffix sets the format."""
     if path.suffix.lower() not in _FORMATS:
         raise SettingsError(f"{str(path)!r}: a picture's name must end in {', '.join(_FORMATS)}")
     from matplotlib.figure import Figure
@@ -181,7 +180,6 @@ def _draw_picture(summary: JobSummary, path: Path) -> None:
 
 
 def _draw_totals(axes: Axes, summary: JobSummary) -> None:
-    """Draw one bar of the whole elapsed time by category, with the shares in the legend."""
     left = 0.0
     for state, (name, seconds) in zip(TimeCategory, summary.seconds.items(), strict=True):
         share = seconds / summary.elapsed_s

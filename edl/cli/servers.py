@@ -129,11 +129,10 @@ def store(argv: Sequence[str]) -> int:
 def _alone(path: Path) -> Iterator[None]:
     """Refuse to serve a file that another `edl store` serves: their clients would miss each other's changes.
 
-    It holds two locks, which the kernel releases when the process ends, even if killed. One is on a file beside the
-    store's, which names the process and is never deleted: it still holds if the store's file is replaced. The other is
-    on the store's file itself, for hard links and for a removed lock file. Other commands can still open the file
-    (`sqlite://`) beside the server: SQLite uses a different kind of lock (`fcntl`). On NFS both kinds are the same, so
-    the second lock would block SQLite and is not taken.
+    Two locks, which the kernel releases when the process ends: one on a file beside the store's, which is never deleted
+    and so survives a replaced store file; one on the store's file itself, for hard links and a removed lock file. Other
+    commands can still open the file (`sqlite://`): SQLite uses another kind of lock (`fcntl`). On NFS both kinds are
+    the same, so the second lock would block SQLite and is not taken.
     """
     file = Path(os.path.realpath(path))
     note = Path(f"{file}.lock")

@@ -143,12 +143,10 @@ class _Samples:
             self._families[spec.name] = family(spec.name, spec.text, labels=spec.labels)
 
     def add(self, name: str, value: float | None, *labels: str) -> None:
-        """Add a sample, unless its value is unknown."""
         if value is not None:
             self._families[name].add_metric(labels, float(value))
 
     def families(self) -> Iterator[Metric]:
-        """Yield the metrics that have samples."""
         yield from (family for family in self._families.values() if family.samples)
 
 

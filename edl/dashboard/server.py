@@ -1,7 +1,6 @@
 """Serves the dashboard: static files, `/api/state`, `/api/events`, `/metrics` and probes, in its own threads.
 
-It imports aiohttp (the extra `dashboard`): import this module only to serve a page. `edl.dashboard.streams` decides
-when to read the store, and `edl.http_server` runs the HTTP server.
+`edl.dashboard.streams` decides when to read the store, and `edl.http_server` runs the HTTP server.
 """
 
 from __future__ import annotations
@@ -227,11 +226,9 @@ class DashboardServer(AppServer):
         return web.Response(body=encode(self._metrics.registry), headers={**NO_STORE, "Content-Type": content_type})
 
     async def _live(self, _: web.Request) -> web.Response:
-        """Respond that this process is alive, without reading the Store."""
         return web.Response(text="ok\n", headers=NO_STORE)
 
     async def _ready(self, _: web.Request) -> web.Response:
-        """Respond whether the store has answered at least once."""
         if self._looks.latest is None and await self._looks.fresh(_READY_LOOK_S) is None:
             return web.Response(status=503, text="the store has not answered yet\n", headers=NO_STORE)
         return web.Response(text="ok\n", headers=NO_STORE)

@@ -216,7 +216,6 @@ class EventStreams:
         return response
 
     async def _send(self, request: web.Request, response: web.StreamResponse, look: int | None) -> None:
-        """Send events until the client stops reading."""
         opening = b"retry: %d\n\n" % _RETRY_MS
         published = await self._looks.fresh(_FIRST_S)
         if published is not None and published.look != look:

@@ -1,7 +1,6 @@
 """Serves HTTP: a process's health and metrics (`health`), or an aiohttp application with TLS and tokens (`server`).
 
-Only `health` works without aiohttp (the extras `dashboard` and `proxy`): import the rest only to start a server. The
-routes are in `edl.dashboard` and `edl.proxy`.
+Only `health` works without aiohttp (the extras `dashboard` and `proxy`).
 """
 
 __all__: list[str] = []

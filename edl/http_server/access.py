@@ -17,10 +17,7 @@ from edl.protocol.tls import CredentialFiles
 
 
 class HostCheck:
-    """Checks whether the name in a Host header is this server's, or one of those `allowed`, with or without a port.
-
-    `local` says that the server listens only on a loopback address.
-    """
+    """Checks whether a Host header names this server or one of `allowed`. `local`: it listens on loopback only."""
 
     def __init__(self, local: bool, allowed: Iterable[str] = ()) -> None:
         self._local = local

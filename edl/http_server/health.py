@@ -23,13 +23,11 @@ from edl.background import start_call
 from edl.errors import SettingsError
 
 _MOST_CONNECTIONS: Final = 16
-"""Maximum number of open connections, each with a thread: enough for several scrapers and a person. Beyond that, the
-oldest is closed, because a regular request takes milliseconds."""
+"""Most open connections, each with a thread. Beyond that, the oldest is closed: a request takes milliseconds."""
 _SILENCE_S: Final = 10.0
 """A connection is closed after this long without data. Prometheus itself gives up after 10 s by default."""
 _CLOSE_LOOK_S: Final = 0.05
-"""How often the thread checks whether to end. A drained teacher waits this long before it exits, and so does the pod
-that needs its GPU. The library's default of 0.5 s would be half of the total."""
+"""How often the thread checks whether to end: a drained teacher waits this long before it frees its GPU."""
 
 CheckPath: TypeAlias = Literal["/livez", "/readyz"]
 

@@ -64,10 +64,7 @@ class _RequestRecord:
 
 
 class _ConnectionLimit:
-    """Creates the protocol of every connection, and closes connections that never send a request.
-
-    At most `most` connections are open, or half of the process's limit of open files if that is less.
-    """
+    """Makes connections' protocols, at most `most` or half of the open-file limit; closes silent connections."""
 
     def __init__(self, server: web.Server, requests: _RequestRecord, most: int) -> None:
         self._server = server
@@ -103,12 +100,7 @@ class _RefusedConnection(asyncio.Protocol):
 class AppServer(abc.ABC):
     """Serves an application in its own thread, from `start` until `close`.
 
-    Args:
-        name: Name of the thread.
-        host: Name or address to listen on.
-        port: Port to listen on; 0 for a free one, which the attribute `port` contains after `start`.
-        credentials: Certificate and key, and the CAs to trust; None for HTTP.
-        most_connections: Largest number of open connections.
+    `port` is 0 for a free one, which the attribute contains after `start`. Without `credentials` it serves plain HTTP.
     """
 
     def __init__(
@@ -208,7 +200,6 @@ class AppServer(abc.ABC):
         return self._credentials is not None and self._credentials.tls
 
     def _run(self) -> None:
-        """Run the event loop until `close`."""
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self.serve())
@@ -251,7 +242,6 @@ class AppServer(abc.ABC):
                         load_pair(self._tls_context, *material.pair)
 
     def _context(self) -> ssl.SSLContext | None:
-        """Return the TLS context for HTTPS; None for HTTP."""
         if self._credentials is None or not self._tls:
             return None
         material = self._credentials.current(now=True)

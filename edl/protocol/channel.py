@@ -50,11 +50,7 @@ def _open(module: Any, endpoint: str, files: CredentialFiles | None, options: Op
 
 
 def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
-    """Return the metadata for every call: the token, if any.
-
-    Raises:
-        SettingsError: The token would cross the network unencrypted.
-    """
+    """Return the metadata for every call: the token, if any; SettingsError if the token would be sent unencrypted."""
     tokens = files.current(now=True).tokens if files is not None else ()
     if files is None or not tokens:
         return ()
@@ -68,12 +64,9 @@ def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
 
 
 def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None) -> int:
-    """Have a server listen on `host:port` or `unix:/path`, and return the TCP port.
+    """Have a server listen on `host:port` or `unix:/path`, and return the TCP port; RuntimeError if gRPC cannot.
 
     Every new connection gets the certificates and CAs that the files hold at that moment.
-
-    Raises:
-        RuntimeError: gRPC cannot listen there.
     """
     _used_in.add(os.getpid())
     if files is None or not files.tls:
@@ -123,7 +116,6 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See `grpc.aio.ServerInterceptor`."""
         shown = [str(value) for name, value in handler_call_details.invocation_metadata or () if name == AUTHORIZATION]
         service = str(handler_call_details.method).strip("/").rpartition("/")[0]
         if service == self._open_service or self._allows(shown):

@@ -104,11 +104,7 @@ class MessageCodec(Generic[M]):
         return parts
 
     def split(self, data: Buffer) -> tuple[bytes, list[memoryview]]:
-        """Return a message's header, still serialized, and its raw tensors as views of `data`.
-
-        Raises:
-            ProtocolError: `data` is not a protobuf message.
-        """
+        """Return a message's serialized header, and its raw tensors as views of `data`; ProtocolError if malformed."""
         view = memoryview(data)
         raw: list[memoryview] = []
         kept: list[memoryview] = []

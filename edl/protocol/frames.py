@@ -85,11 +85,7 @@ def body_parts(header: bytes, tensors: Sequence[Buffer]) -> list[Buffer]:
 
 
 def split_body(body: memoryview) -> tuple[bytes, list[memoryview]]:
-    """Return the header and the tensors of a body, as views of it.
-
-    Raises:
-        ProtocolError: The bytes are not a body, or contain more tensors than any request.
-    """
+    """Return the header and the tensors of a body, as views of it; ProtocolError if it is malformed."""
     if len(body) < _BODY.size:
         raise ProtocolError(f"malformed message: a body of {len(body)} bytes")
     header_nbytes, count = _BODY.unpack_from(body)
@@ -149,11 +145,7 @@ class TlsSocket:
         self.getpeername, self.getsockname, self.close = sock.getpeername, sock.getsockname, sock.close
 
     async def shake_hands(self) -> bytes:
-        """Return the peer's certificate (DER), empty for none.
-
-        Raises:
-            OSError: The peer does not speak TLS, or ends the connection.
-        """
+        """Return the peer's certificate (DER), empty for none; OSError if the peer does not speak TLS or ends it."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -327,8 +319,6 @@ class FrameSocket:
         self._body = None
         self._ended(why)
 
-    # In
-
     def _on_readable(self) -> None:
         try:
             for _ in range(_MOST_CALLS):
@@ -396,8 +386,6 @@ class FrameSocket:
             self._stage[:left] = self._stage[at : self._staged]
         self._staged = left
 
-    # Out
-
     def _flush(self) -> None:
         if self.closed:
             return
@@ -425,7 +413,6 @@ class FrameSocket:
             self._loop.remove_writer(self._sock)
 
     def _advance(self, nbytes: int) -> None:
-        """Remove the sent bytes from the waiting frames."""
         while self._out:
             frame = self._out[0]
             parts = frame.parts

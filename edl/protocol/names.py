@@ -28,8 +28,7 @@ TRACEPARENT = "traceparent"
 the format of W3C's Trace Context."""
 
 MAX_ROWS = "edl_max_rows"
-"""Parameter of a model's configuration: the most rows in one request. An EDL server computes more rows than
-`max_batch_size` in parts; Triton refuses them."""
+"""Parameter of a model's configuration: the most rows in one request, which an EDL server may compute in parts."""
 
 MAX_BYTES = "edl_max_message_bytes"
 """Parameter of a model's configuration: the largest request in bytes, in shared memory or not."""
@@ -38,16 +37,14 @@ IDS = "ids"
 """Input of a language model: token ids, INT32 `[rows]`. A sequence of T tokens is T rows; row t holds token t and the
 teacher's prediction of token t + 1 (the last row predicts what would follow)."""
 POSITION = "position"
-"""Input of a language model: the position of a row's token in its sequence, INT32 `[rows]`. It begins at 0 in each
-sequence, and rises by 1."""
+"""Input of a language model: the position of a row's token in its sequence, from 0 in steps of 1, INT32 `[rows]`."""
 TARGETS = "targets"
 """Optional input of a language model: token ids whose log-probabilities to return, INT32 `[rows, m]`."""
 LOGPROBS = "logprobs"
 """Output of a language model: log-probabilities at temperature 1, FP32 `[rows, vocabulary]`. They are never sent whole,
 only with `TOP_K` under `top_k_names`."""
 TARGET_LOGPROBS = "target_logprobs"
-"""Output of a language model that was sent `TARGETS`: the log-probability of `targets[t, j]` at row t, FP32
-`[rows, m]`."""
+"""Output of a language model that got `TARGETS`: log-probability of `targets[t, j]` at row t, FP32 `[rows, m]`."""
 
 SEQUENCES = "edl_sequences"
 """Parameter of a model's configuration: the input that is 0 at a sequence's start. Requests contain whole sequences."""
@@ -63,8 +60,7 @@ TOKENIZER = "edl_tokenizer"
 TOKENIZER_META = "tokenizer"
 """Metadata of an instance in discovery: the hash of its tokenizer. With a different one, ids mean different tokens."""
 WEIGHTS_VERSION = "edl_weights_version"
-"""Parameter of a model's configuration: its version, if that is a hash of weights and code. All services with
-this version serve the same model."""
+"""Parameter of a model's configuration: its version, if that is a hash of weights and code: equal for equal models."""
 
 EXTENSION_SCHEDULE_POLICY = "schedule_policy"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"

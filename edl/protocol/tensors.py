@@ -81,11 +81,7 @@ def expected_nbytes(datatype: str, shape: Sequence[int]) -> int | None:
 
 
 def from_raw(datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
-    """Return a tensor in raw form as an array; a read-only view of `raw` if the type allows it.
-
-    Raises:
-        ProtocolError: Byte count and shape do not agree, no array has such a shape, or the type is unknown.
-    """
+    """Return raw bytes as an array, a read-only view if the type allows it; ProtocolError if they do not fit."""
     expected = expected_nbytes(datatype, shape)
     nbytes = memoryview(raw).nbytes
     if expected is not None and nbytes != expected:
@@ -121,11 +117,7 @@ def _from_length_prefixed(shape: Sequence[int], raw: memoryview) -> Array:
 
 
 def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTensorContents) -> Array:
-    """Return a tensor sent as typed `contents` rather than raw bytes.
-
-    Raises:
-        ProtocolError: Count and shape do not agree, a value is out of range, or the type has no typed contents.
-    """
+    """Return a tensor sent as typed `contents`, not raw bytes; ProtocolError if type, count or range are wrong."""
     field = _CONTENTS.get(datatype)
     if field is None:
         raise ProtocolError(f"{datatype} cannot be sent as typed contents; send raw_input_contents")
@@ -335,7 +327,6 @@ def _has_boolean(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _array_of_tensor(value: Any) -> Array:
-    """Return a torch or paddle tensor on any device as an array."""
     try:
         tensor = value.detach().cpu()
         array: Array = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
@@ -345,10 +336,7 @@ def _array_of_tensor(value: Any) -> Array:
 
 
 class RowBuffer:
-    """At most `most` rows of an input, copied on arrival: the source may reuse its buffer for the next row.
-
-    `remedy` tells the user in messages how to fix rows of different shapes.
-    """
+    """At most `most` rows of an input, copied as the source may reuse its buffer; `remedy` ends errors about shapes."""
 
     def __init__(self, name: str, most: int, remedy: str) -> None:
         self._name = name
@@ -358,11 +346,7 @@ class RowBuffer:
         self._rows: Array = np.empty(0)
 
     def extend(self, rows: Array, what: str) -> None:
-        """Add rows, an array [rows, ...]; `what` names their sample in messages.
-
-        Raises:
-            SourceError: Their shape differs from earlier rows, or no type holds all rows unchanged.
-        """
+        """Add rows [rows, ...]; SourceError (with `what`) if their shape differs or no type holds all rows."""
         self._admit(rows, what)
         stop = self._count + len(rows)
         if stop > len(self._rows):

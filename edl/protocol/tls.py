@@ -1,11 +1,8 @@
 """TLS and tokens: files of certificates, keys and tokens, and diagnoses of failed TLS handshakes.
 
 `CredentialFiles` reads the files again when they change, without a restart; unusable files do not replace usable ones.
-The standard library checks certificates before gRPC gets them.
-
-For a failed handshake, gRPC reports at best a code of its TLS library, or "Socket closed". `explain_handshake` connects
-once more with the standard library, which names the reason. `PeerTLS` is mutual TLS over plain sockets, between the
-agents of a job. gRPC channels and listening ports are in `edl.protocol.channel`.
+gRPC reports at best a code of its TLS library for a failed handshake, so `explain_handshake` connects once more with
+the standard library, which names the reason. `PeerTLS` is mutual TLS over plain sockets, between the agents of a job.
 """
 
 from __future__ import annotations
@@ -67,11 +64,7 @@ class Material:
 
 
 def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
-    """Read bearer tokens, one per line, without empty lines and comments (#). A server refuses guessable ones.
-
-    Raises:
-        SettingsError: The file cannot be used. The message never shows its contents.
-    """
+    """Read bearer tokens, one per line, without blank lines and comments (#); errors never show the contents."""
     tokens = []
     lines = _read(path, "token file", secret=True).decode("utf-8-sig", "replace").splitlines()
     for number, line in enumerate(map(str.strip, lines), 1):
@@ -172,7 +165,6 @@ def _read_certificates(path: str, what: str) -> bytes:
 
 
 def _read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
-    """Read a certificate and its key (PEM)."""
     chain = _read_certificates(cert, "TLS certificate")
     found = [part for part in _PEM.finditer(_read(key, "TLS key", secret=True)) if part[1].endswith(b"PRIVATE KEY")]
     if not found:
@@ -241,17 +233,13 @@ def _identity(pair: tuple[bytes, bytes], settings: Credentials, *, serving: bool
 
 
 def _reason_of(exc: ssl.SSLError) -> str:
-    """OpenSSL's words."""
     return (exc.reason or str(exc)).lower().replace("_", " ")
 
 
 class CredentialFiles:
     """Reads the files of `credentials`, and reads them again when they change. Thread-safe.
 
-    For a server (`serving`), `ca` signs its clients' certificates.
-
-    Raises:
-        SettingsError: A file cannot be used, or a setting is missing; names it and the remedy.
+    For a server (`serving`), `ca` signs its clients' certificates. SettingsError names an unusable file or setting.
     """
 
     def __init__(self, credentials: Credentials, *, serving: bool = False) -> None:
@@ -289,10 +277,7 @@ class CredentialFiles:
         return bool(self.settings.cert if self.serving else self.settings.ca)
 
     def current(self, *, now: bool = False) -> Material:
-        """Return the files' contents, at most `CHECK_EVERY_S` old, or as of `now` for rare events like a connection.
-
-        Unusable files are logged, and the earlier ones stay in use. Never raises for them.
-        """
+        """Return the contents, at most `CHECK_EVERY_S` old, or as of `now`. Unusable files are only logged."""
         with self._lock:
             at = time.monotonic()
             if not now and at < self._checked_at + CHECK_EVERY_S:
@@ -442,7 +427,6 @@ def _shake_hands(endpoint: str, context: ssl.SSLContext, name: str) -> bool:
 
 
 def _why_unverified(what: str, exc: ssl.SSLCertVerificationError, ca: str | None = None, expected: str = "") -> str:
-    """Return what is wrong with a certificate, and what to do."""
     match exc.verify_code:  # X509_V_ERR_*
         case 10:
             return f"{what} has expired: have a new one issued, and replace its files; that needs no restart"
@@ -466,11 +450,7 @@ def _why_unverified(what: str, exc: ssl.SSLCertVerificationError, ca: str | None
 
 
 class PeerTLS:
-    """Mutual TLS between peers: both present a certificate from the same CA. Files are read for every connection.
-
-    Raises:
-        SettingsError: A setting is missing, or a file cannot be used.
-    """
+    """Mutual TLS between peers, with certificates from the same CA. Files are read for every connection."""
 
     def __init__(self, credentials: Credentials) -> None:
         if not (credentials.ca and credentials.cert and credentials.key):

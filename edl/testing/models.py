@@ -148,7 +148,6 @@ def _factors(seed: int, count: int) -> Array:
 
 
 def _mixed(sums: Array, count: int) -> Array:
-    """Make `count` whole numbers below 2039 of each sum, FP32."""
     mixed: Array = (sums[:, None] * _factors(9302, count)) >> np.uint64(32)
     return (mixed % np.uint64(_PRIME)).astype(np.float32)
 

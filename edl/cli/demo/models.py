@@ -29,15 +29,11 @@ class DemoPlan:
     Attributes:
         out: folder for the picture, the figures and the teachers' logs.
         seeds: students of each kind; every seed has its own images, distortions and initial weights.
-        steps: optimizer steps of a student.
         rows: images in a step, and in a request to a teacher.
         labelled: images that a seed's students learn from.
-        teachers: processes at the start.
         pause_ms: added time per batch of a teacher, so that the small network takes as long as a large one.
-        teacher_epochs: epochs for which the teacher is trained.
         kill_at, join_at, drain_at: fractions of the epoch at which a teacher is killed, started, drained.
         temperature: temperature of the distributions that the distilled students learn.
-        dashboard: also show everything on a web page.
     """
 
     out: Path
@@ -207,12 +203,7 @@ def train_teacher(digits: Digits, epochs: int, tell: Callable[[int, float], None
 
 
 class ModelPair:
-    """Two students with equal initial weights that see the same images in the same order; only their targets differ.
-
-    Attributes:
-        alone: learns the images' labels.
-        distilled: learns the teachers' softened distributions, and never sees a label.
-    """
+    """Two students with equal initial weights and images: `alone` learns labels, `distilled` the teachers' outputs."""
 
     def __init__(self, seed: int, steps: int, temperature: float) -> None:
         torch.manual_seed(seed)

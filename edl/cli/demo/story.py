@@ -114,7 +114,6 @@ class Screen:
 
 
 def _start_teacher(name: str, checkpoint: Path, discovery: str, pause_ms: float) -> LocalTeacher:
-    """Start a teacher, without waiting until it is ready."""
     serve = {
         "torch-factory": "edl.cli.demo.models:teacher",
         "checkpoint": checkpoint,
@@ -165,7 +164,6 @@ class _Fleet:
 
 @contextmanager
 def _page(discovery: str, screen: Screen) -> Iterator[None]:
-    """Serve the dashboard, and print its URL."""
     from edl.dashboard.server import DashboardServer, DashboardSettings
 
     with contextlib.ExitStack() as stack:
@@ -209,7 +207,6 @@ class _Timeline:
 
     @property
     def now_s(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def mark(self, kind: _Kind, teacher: str) -> None:
@@ -235,7 +232,6 @@ class _Troubles:
         self._done: set[str] = set()
 
     def at(self, fraction: float) -> None:
-        """Run the events due at this fraction of the epoch."""
         plan, teachers = self._plan, self._fleet.teachers
         if fraction >= plan.kill_at and self._is_first("kill"):
             self._tell("kill", "teacher-1", "gets SIGKILL in the middle of its work")
@@ -265,13 +261,7 @@ class _Troubles:
 def _train_students(
     plan: DemoPlan, digits: Digits, discovery: str, fleet: _Fleet, screen: Screen
 ) -> tuple[list[ModelPair], list[Delivered], _Timeline, ReaderStats, float]:
-    """Train every seed's two students on the batches of an epoch of `DistillReader`; the seeds take turns.
-
-    Only this part is a typical student program; the rest handles the demo's teachers.
-
-    Returns:
-        The students, the rows delivered to them, the timeline, the reader's counters, and the epoch's duration.
-    """
+    """Train every seed's two students on an epoch of `DistillReader`. Only this part is a typical student program."""
     pairs = [ModelPair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
     delivered: list[Delivered] = []
     options = Options(credentials=Credentials())  # the demo's teachers need none, whatever the environment says
@@ -350,9 +340,7 @@ def _draw_picture(timeline: _Timeline, path: Path, what: str) -> None:
 class DemoResult:
     """The demo's figures. Accuracies are shares of the held-out images; students' accuracies are by seed.
 
-    Attributes:
-        exit_codes: Exit codes of killed and drained teachers; None if one was still running long after.
-        took_s: Duration of the epoch in seconds; `whole_s` is the whole demo's.
+    The exit code of a killed or drained teacher is None if it was still running long after.
     """
 
     plan: DemoPlan
@@ -458,11 +446,7 @@ _MOTIONS = "rotated, scaled, shifted, with noise"
 
 
 def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
-    """Run the demo and show its results.
-
-    Raises:
-        EDLError: A sample was lost, repeated, out of order, changed, or given another sample's label.
-    """
+    """Run the demo and show its results; EDLError if a sample was lost, repeated, reordered, changed or mislabelled."""
     began = time.monotonic()
     torch.set_num_threads(1)  # the teachers need the other cores
     try:

@@ -1,7 +1,3 @@
-"""Commands for jobs and pools that an operator runs on Kubernetes.
-
-They read and write custom resources (`ElasticJob`, `TeacherPool`) through `edl.kube`; the operator
-(`edl.master.kube`) does the rest. They find the cluster as kubectl does.
-"""
+"""Commands for jobs and pools on Kubernetes: custom resources, on which the operator (`edl.master.kube`) acts."""
 
 __all__: list[str] = []

@@ -49,8 +49,7 @@ _HIDDEN: Final = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CONNECTION_S: Final = 30.0
 """Length of a connection: if a node disappears, its log stays open without output, so the pod must be checked again."""
 _SHORT_S: Final = 1.0
-"""A connection shorter than this without a new line is to a container that waits for a restart: the kubelet sends its
-last log at once."""
+"""A shorter connection without a new line is to a container that waits for a restart: its last log comes at once."""
 _LOOK_S: Final = 1.0
 """Poll interval for new pods."""
 _MAX_WAITING: Final = 10_000
@@ -214,7 +213,6 @@ def _has_started(pod: MemberPod) -> bool:
 
 
 def _list_pods(client: KubeClient, target: Target, member: str | None) -> list[MemberPod]:
-    """Return a job's or pool's pods, or those of a member, by role, index and attempt."""
     pods, _ = read_member_pods(list_pods(client, target), target.uid)
     return [pod for pod in pods if member in (None, pod.key)]
 
@@ -292,7 +290,6 @@ class PodLog:
         return count
 
     def _is_over(self) -> bool:
-        """Return whether the container has ended for good."""
         try:
             found = self._client.get(PODS, self.pod.name)
         except KubernetesError:
@@ -344,13 +341,9 @@ class LogFollower:
         return self._phases.taken_up
 
     def run(self, *, deadline: float | None = None) -> str:
-        """Follow until the job has ended and its output is written, or the resource is gone.
+        """Follow until the job has ended and its output is written, or the resource is gone; return the last phase.
 
-        Returns:
-            The last phase; empty at `deadline` (monotonic time).
-
-        Raises:
-            AccessDeniedError: A log may not be read.
+        Returns "" at `deadline` (monotonic time). Raises AccessDeniedError if a log may not be read.
         """
         try:
             while deadline is None or time.monotonic() < deadline:

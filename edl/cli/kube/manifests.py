@@ -344,7 +344,6 @@ def _mount(template: Object, config_map: str) -> None:
 
 
 def _child(parent: Object, name: str, default: Any) -> Any:
-    """Return a field; create it if missing."""
     if not isinstance(parent.get(name), type(default)):
         if parent.get(name) is not None:
             expected = type(default).__name__

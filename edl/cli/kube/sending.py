@@ -38,11 +38,7 @@ def create_all(
 ) -> list[Object]:
     """Create resources in order, and return the API's responses. If one is refused, delete the others.
 
-    A job's script is created before it; the job then becomes its owner.
-
-    Raises:
-        ConflictError: A resource of such a name exists.
-        EDLError: The API server does not respond, or refuses.
+    A job's script is created before it; the job then becomes its owner. Raises ConflictError if a name exists.
     """
     made: list[Object] = []
     try:

@@ -197,13 +197,11 @@ def _submit_options(options: argparse.Namespace) -> SubmitOptions:
 
 
 def _make_name(stem: str) -> str:
-    """Return a unique name, derived from the script's."""
     words = "".join(char if char.isascii() and char.isalnum() else "-" for char in stem.lower()).strip("-")[:40]
     return f"{words.strip('-') or 'job'}-{secrets.token_hex(3)}"
 
 
 def _quantity(option: str, spelled: str) -> str:
-    """Check an amount in Kubernetes notation, and return it."""
     if spelled:
         try:
             amount = parse_quantity(spelled)

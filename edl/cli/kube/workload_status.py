@@ -118,7 +118,6 @@ def _replicas(item: KubernetesWorkload) -> str:
 
 
 def _why(item: KubernetesWorkload) -> str:
-    """Return the line that explains the phase."""
     if not item.phase:
         return _UNSEEN
     failed, refused, growing = (item.condition(kind) for kind in ("Failed", "Accepted", "Growing"))
@@ -284,12 +283,7 @@ class WorkloadStatus:
         self._last: WorkloadLook | None = None
 
     def read(self) -> WorkloadLook:
-        """Read the current state.
-
-        Raises:
-            SettingsError: The resource is gone.
-            EDLError: The API server does not respond, or refuses.
-        """
+        """Read the current state; SettingsError if the resource is gone, EDLError if the API server fails."""
         target = self._target
         found = self._client.get(target.type, target.name)
         uid = found.get("metadata", {}).get("uid") if found is not None else None
@@ -355,9 +349,7 @@ def show_workload(
 ) -> None:
     """Run `edl status` for a job or pool in a cluster; `show_job` renders a job's status in its store.
 
-    Raises:
-        SettingsError: There is none, or it was deleted meanwhile.
-        EDLError: The API server does not respond, or refuses.
+    SettingsError if there is no such job or pool; EDLError if the API server fails.
     """
     target = find_target(client, options.job)
     with WorkloadStatus(client, target, options.store or "") as status:

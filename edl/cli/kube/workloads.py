@@ -68,12 +68,7 @@ def add_kubeconfig_options(add: Callable[..., object]) -> None:
 
 @contextlib.contextmanager
 def open_cluster(options: argparse.Namespace, timeout_s: float = _TIMEOUT_S) -> Iterator[KubeClient]:
-    """Open the cluster that the options name.
-
-    Raises:
-        SettingsError: There is none.
-        InvalidObjectError: EDL's resources are not installed in the cluster; the message says how to install them.
-    """
+    """Open the cluster that the options name; SettingsError if none, InvalidObjectError if it lacks EDL's resources."""
     if options.namespace == "":
         raise SettingsError("--namespace '': expected a name; commands with -A can show all namespaces")
     settings = KubeSettings(options.kubeconfig, options.context, options.namespace or "", timeout_s)
@@ -121,12 +116,7 @@ def parse_target(text: str) -> tuple[str | None, str]:
 
 
 def find_target(client: KubeClient, text: str) -> Target:
-    """Find a job or pool in the client's namespace.
-
-    Raises:
-        SettingsError: There is none (the message suggests a similar name), or both a job and a pool have this name.
-        EDLError: The API server does not respond, or refuses.
-    """
+    """Find a job or pool in the client's namespace; SettingsError if there is none, or both with this name."""
     kind, name = parse_target(text)
     kinds = (kind,) if kind is not None else tuple(_TYPES)
     resources = {each: client.get(_TYPES[each], name) for each in kinds}
@@ -239,11 +229,7 @@ def scale(argv: Sequence[str]) -> int:
 
 
 def scale_patch(target: Target, count: int | None, least: int | None, most: int | None) -> dict[str, Any]:
-    """Return the patch of the spec. `count` is None for auto; bounds of None are left unchanged.
-
-    Raises:
-        SettingsError: The count is out of bounds; the message says how to change them.
-    """
+    """Return the patch of the spec, or raise SettingsError. `count` is None for auto; bounds of None stay unchanged."""
     spec = target.resource.get("spec", {})
     default = 1 if target.kind == "job" else 0
     low = spec.get("minReplicas", default) if least is None else least

@@ -140,7 +140,6 @@ def _end(found: _Json) -> KubernetesMemberEnd:
 
 
 def _pod_state(pod: MemberPod) -> tuple[str, str]:
-    """Return a pod's state and the reason."""
     if pod.phase in _ENDED:
         return pod.phase.lower(), pod.termination.pod_reason or pod.termination.message
     if pod.deleting:
@@ -169,11 +168,7 @@ class ClusterReader:
         self._last = KubernetesStatus(self._namespaces)
 
     def read(self) -> KubernetesStatus:
-        """Read everything.
-
-        Raises:
-            EDLError: The API server does not respond, or refuses.
-        """
+        """Read everything; EDLError if the API server does not respond, or refuses."""
         jobs = self._list(ELASTIC_JOBS)
         pools = self._list(TEACHER_POOLS)
         pods = self._list(PODS, _PODS) if self._members else None
@@ -211,11 +206,7 @@ _SHARE: Final = 0.2
 
 
 class ClusterView(ClusterReader):
-    """Reads jobs and pools as often as a page needs them. Not thread-safe.
-
-    Raises:
-        SettingsError: No cluster is configured, or its configuration file is unusable.
-    """
+    """Reads jobs and pools as often as a page needs them. Not thread-safe. SettingsError without a usable cluster."""
 
     def __init__(self, settings: KubeSettings, namespaces: Sequence[str] = ()) -> None:
         client = KubeClient(settings)

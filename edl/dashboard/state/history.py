@@ -141,11 +141,7 @@ class StoreSampler:
         self._readers: tuple[JobReader, ServiceReader] | None = None
 
     def __call__(self, store: Store) -> dict[str, dict[str, float | None]]:
-        """Read the store, which must be the same one each time.
-
-        Raises:
-            DiscoveryError: The store cannot be read.
-        """
+        """Read the store, which must be the same one each time; DiscoveryError if it cannot be read."""
         if self._readers is None:
             self._readers = JobReader(store), ServiceReader(store, KeyRegistry(store))
         now_s = time.time()

@@ -101,10 +101,7 @@ def job_status(
 def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
     """Read a single job for `edl status`.
 
-    Raises:
-        SettingsError: the store has no such job; the message names existing jobs.
-        ProtocolError: its records cannot be read by this version.
-        DiscoveryError: the store does not respond.
+    SettingsError, naming the existing jobs, if there is none; ProtocolError if its records are another version's.
     """
     now_s = time.time()
     summary = None

@@ -99,11 +99,7 @@ class StateReader:
             self._open()
 
     def read(self) -> DashboardState:
-        """Read the current state.
-
-        Returns:
-            The state; during an outage of the Store or registry the last known one, with `stale` set.
-        """
+        """Return the current state; during an outage of the Store or registry the last known one, with `stale` set."""
         now_s = time.time()
         self.looks += 1
         kubernetes = self._cluster.latest() if self._cluster is not None else None

@@ -23,11 +23,7 @@ _MAX_ITEMS: Final = 1000
 
 
 def decode_object(data: bytes) -> Mapping[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ProtocolError: the bytes are not a JSON object.
-    """
+    """Read a JSON object; ProtocolError if the bytes are not one."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as exc:
@@ -107,11 +103,7 @@ _DECISIONS: Final = frozenset({"poisoned", "retried", "takeover"})
 
 
 def decode_master(data: bytes, job: str, now_s: float) -> MasterStatus:
-    """Read a master's report.
-
-    Raises:
-        ProtocolError: The bytes are not a JSON object. Invalid fields are left out, or None.
-    """
+    """Read a master's report; ProtocolError if it is not a JSON object. Invalid fields are left out, or None."""
     fields = decode_object(data)
     written = number(fields.get("time"))
     age_s = max(0.0, now_s - written) if written is not None else None

@@ -94,7 +94,6 @@ class _Student:
         self.seen_s = 0.0
 
     def rate(self, name: str) -> StudentRate:
-        """Return the sum of all readers."""
         readers = list(self.readers.values()) or [
             replace(self.last, rows_per_s=0.0, demand=0.0, teachers=(), idle=True)
         ]

@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 8192
 
 
 class WeightsVersion(str):
-    """A version that is a hash of weights and code. It has its own type, as a version chosen by a person may look alike."""
+    """A version that is a hash of weights and code. Its own type, since a version chosen by a person may look alike."""
 
     __slots__ = ()
 

@@ -46,7 +46,7 @@ class Executor:
         self._throttle = LogThrottle(_log)
 
     def run_jobs(self, jobs: Sequence[InferenceJob]) -> None:
-        """Set the answers of all jobs that are not cancelled. Does not raise; jobs that fail together run again alone."""
+        """Set the answers of all jobs that are not cancelled. Does not raise. Jobs that fail together run alone."""
         self.run_next_part(jobs)
         while len(jobs) == 1 and jobs[0].unfinished:
             self.run_next_part(jobs)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 CHANCE = random.SystemRandom()
-"""Random source for waits. The functions of `random` belong to the user's program: a draw from a thread at any moment
-would change its numbers after `random.seed`."""
+"""Random source for waits: a draw from `random` in a thread would change the numbers of the user's program."""
 
 
 class Backoff:

@@ -27,10 +27,7 @@ _TLS_TITLE: Final = "TLS and tokens (docs/security.md); files are reread on chan
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses the arguments of a command.
-
-    Users type `command` ("edl label"). `--help` ends with `examples`, `--help-all` with `details`.
-    """
+    """Parses the arguments of `command` ("edl label"); `--help` ends with `examples`, `--help-all` with `details`."""
 
     def __init__(self, command: str, description: str, examples: str = "", details: str = "") -> None:
         super().__init__(

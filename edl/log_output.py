@@ -1,7 +1,4 @@
-"""Log lines of the commands on standard error: text for people, or JSON for log collectors.
-
-The library only logs. Commands call a function of this module, which installs a handler.
-"""
+"""Log lines of the commands on standard error: text for people, or JSON. The library only logs."""
 
 from __future__ import annotations
 

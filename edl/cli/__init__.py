@@ -5,8 +5,6 @@ usage, 75 if the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 1
 
 Commands come from a table here, and from entry points of the group `edl.commands` in any installed package. Each is
 imported only when it runs: some need torch, and `edl --help` should not.
-
-Commands only parse, call the library, and print: anything a program may want to call is in the library.
 """
 
 from __future__ import annotations

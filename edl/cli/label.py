@@ -1,7 +1,4 @@
-"""`edl label`: write soft labels for a whole data set, ahead of time.
-
-Labelling (`edl.distill.labelling`) and masters (`edl.master`) do not import each other; `label_job` connects them.
-"""
+"""`edl label`: write soft labels for a whole data set, ahead of time, alone or (`label_job`) as part of a job."""
 
 from __future__ import annotations
 

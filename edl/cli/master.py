@@ -349,10 +349,7 @@ def _open_advisor(store: Store, options: argparse.Namespace, leads: Callable[[],
 
 
 class WorkerAdviser:
-    """Decides how many workers a job should have, from the ledger that its agents keep in the Store.
-
-    `leads` returns whether the caller's master leads: a standby gives no advice about workers.
-    """
+    """Decides a job's number of workers from the ledger of its agents, while `leads` says that this master leads."""
 
     def __init__(
         self,

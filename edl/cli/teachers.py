@@ -229,10 +229,7 @@ class Change:
 
 
 def changes(before: Snapshot | None, after: Snapshot) -> Iterator[Change]:
-    """Yield the changes from `before` (None if nothing was known) to `after`, ordered by id.
-
-    During an outage of the registry, `after` repeats the last known teachers, so none seems to leave.
-    """
+    """Yield the changes from `before` (None: nothing known) to `after`, by id. During an outage none seems to leave."""
     service = after.service
     old = {instance.id: instance for instance in before.instances} if before else {}
     new = {instance.id: instance for instance in after.instances}

@@ -1,7 +1,4 @@
-"""Serves the dashboard: static files, `/api/state`, `/api/events`, `/metrics` and probes, in its own threads.
-
-`edl.dashboard.streams` decides when to read the store, and `edl.http_server` runs the HTTP server.
-"""
+"""Serves the dashboard: static files, `/api/state`, `/api/events`, `/metrics` and probes, in its own threads."""
 
 from __future__ import annotations
 

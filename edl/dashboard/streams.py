@@ -88,10 +88,7 @@ class LookLoop:
         self._background = BackgroundLoop("edl-dashboard-look", self._look)
 
     async def fresh(self, timeout_s: float) -> Published | None:
-        """Return a state no older than the poll interval, after a new poll if needed.
-
-        After `timeout_s`, return the latest state: None if no poll has finished yet.
-        """
+        """Return a state no older than the poll interval; after `timeout_s` the latest one, None before the first."""
         latest = self.latest
         if latest is not None and time.monotonic() - latest.made_at <= self.pause_s:
             return latest

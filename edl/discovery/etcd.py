@@ -57,8 +57,7 @@ class EtcdTarget:
     user: str = ""
     password: str = field(default="", repr=False)
     token: str | None = field(default=None, repr=False)
-    """The user's session, sent with every call on all connections to this cluster, as etcd is slow to create one.
-    None before the login, empty if etcd has no users."""
+    """The user's session for all connections: etcd is slow to create one. None before the login; "" without users."""
 
     def __str__(self) -> str:
         return f"etcd at {'https' if self.files else 'http'}://{','.join(self.endpoints)}"

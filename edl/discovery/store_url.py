@@ -1,8 +1,4 @@
-"""What a store's URL says.
-
-A new backend needs its scheme in `_SCHEMES`, an example in `_EXAMPLES`, its port in `_PORTS`, and a branch in
-`edl.discovery.urls`.
-"""
+"""What a store's URL says. A new scheme goes into `_SCHEMES`, `_EXAMPLES`, `_PORTS` and `edl.discovery.urls`."""
 
 from __future__ import annotations
 

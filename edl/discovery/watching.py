@@ -1,7 +1,6 @@
 """Watches: a thread follows a backend and keeps the newest state, which `get` returns.
 
-A backend implements a `Follower`. The thread, its retries and the behaviour during an outage are the same for all
-backends.
+A backend implements a `Follower`; the thread, its retries and the behaviour during an outage are common to all.
 """
 
 from __future__ import annotations

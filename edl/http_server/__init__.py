@@ -1,6 +1,3 @@
-"""Serves HTTP: a process's health and metrics (`health`), or an aiohttp application with TLS and tokens (`server`).
-
-Only `health` works without aiohttp (the extras `dashboard` and `proxy`).
-"""
+"""Serves HTTP: a process's health and metrics (`health`, without aiohttp), or an aiohttp application (`server`)."""
 
 __all__: list[str] = []

@@ -24,8 +24,7 @@ TIMEOUT_MS = "edl_timeout_ms"
 REQUEST_ID = "x-request-id"
 """Metadata of a ModelInfer call: the id for the server's log. On a stream it is the request's own id."""
 TRACEPARENT = "traceparent"
-"""Metadata of a call, and request parameter (string), which takes precedence: the span that a request is part of, in
-the format of W3C's Trace Context."""
+"""Metadata of a call, or request parameter (string), which wins: the span of a request, as in W3C's Trace Context."""
 
 MAX_ROWS = "edl_max_rows"
 """Parameter of a model's configuration: the most rows in one request, which an EDL server may compute in parts."""

@@ -1,7 +1,4 @@
-"""KServe v2 tensors as numpy arrays: names of types, sizes, raw bytes, typed contents and top-k labels.
-
-`as_array` converts the values of a user's source to arrays, or raises with a remedy; `RowBuffer` collects rows.
-"""
+"""KServe v2 tensors as numpy arrays: types, sizes, raw bytes, typed contents, top-k labels, and users' own arrays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Serve a model to students over KServe v2 gRPC.
 
-`Backend` is the interface of a model, `TeacherServer` serves it, and `serve` runs a server until a signal. This package
-uses only public names of `edl`, and `edl` never imports it.
+`Backend` is the interface of a model, `TeacherServer` serves it, and `serve` runs a server until a signal.
 """
 
 from __future__ import annotations

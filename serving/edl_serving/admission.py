@@ -1,7 +1,4 @@
-"""Admission control: the server's lifecycle, limits on clients and streams, and tokens.
-
-Scheduling is in `batching.batch_queue`, and the contents of a request are checked in `request` and `request_plan`.
-"""
+"""Admission control: the server's lifecycle, limits on clients and streams, and tokens."""
 
 from __future__ import annotations
 

@@ -345,7 +345,6 @@ def newest_version(versions: Sequence[str]) -> str:
 
 
 def counts_of(versions: Sequence[kserve.ModelStatistics], config: kserve.ModelConfig) -> TeacherCounts:
-    """Return the load of a model, summed over the statistics of its versions."""
     workers = max(1, sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group))
     if not config.max_batch_size:
         note = "its model has no batch dimension, so the server counts requests rather than rows"

@@ -46,10 +46,7 @@ _STATUS: Final = {
 
 
 class HttpApi:
-    """Answers paths below `/v2`, as a WSGI application whose calls may run in any thread.
-
-    `inference` answers on `loop`. `refusal` says why requests are refused; empty if they are answered.
-    """
+    """A thread-safe WSGI application below `/v2`; `inference` answers on `loop`, unless `refusal` says why not."""
 
     def __init__(
         self, inference: InferenceServicer, loop: asyncio.AbstractEventLoop, max_bytes: int, refusal: str
@@ -122,7 +119,6 @@ class HttpApi:
         return None, []
 
     def _read(self, environ: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Return a body's JSON and the bytes after it."""
         if environ.get("HTTP_CONTENT_ENCODING", "identity") != "identity":
             raise invalid_argument("compressed bodies are not accepted: send it without Content-Encoding")
         if "HTTP_TRANSFER_ENCODING" in environ:

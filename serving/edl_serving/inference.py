@@ -241,7 +241,6 @@ class InferenceServicer:
         return answer
 
     async def stream_infer(self, requests: AsyncIterator[bytes], context: ServicerContext) -> None:
-        """Answer `ModelStreamInfer`; see `InferStream`."""
         call, _ = self._open_call(context)
         try:
             client = self.clients.open_call(call.client, stream=True)

@@ -20,10 +20,7 @@ _SHARED = (
 
 
 class ServedModel:
-    """Names, types and shapes that all instances of the served model share.
-
-    Most attributes come from the backends; `top_k_outputs` is empty for a model that computes whole outputs.
-    """
+    """What all instances of the served model share; `top_k_outputs` is empty if the model computes whole outputs."""
 
     def __init__(self, settings: ServerSettings, backends: Sequence[Backend]) -> None:
         if not backends:

@@ -232,10 +232,7 @@ class ServingParser(CommandParser):
     def parse_settings(
         self, groups: Sequence[OptionGroup], argv: Sequence[str]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the command line, and the file that `--config` names.
-
-        Returns two dictionaries: the arguments that were added before, by name, and the options of `groups`, by key.
-        """
+        """Return the arguments added before, by name, and the options of `groups` (with `--config`), by key."""
         self.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
         others = [action.dest for action in self._actions if action.dest not in ("help", "help_all", "config")]
         add_flags(self, groups)

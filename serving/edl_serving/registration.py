@@ -174,10 +174,7 @@ class InstanceReconciler:
         self._loop.wake()
 
     def wait_until_current(self, timeout_s: float) -> bool:
-        """Wait until the registry shows the desired instance; return False if `timeout_s` passes first.
-
-        Raises the error that ended the thread, such as `SettingsError` if the registry cannot hold the instance.
-        """
+        """Return whether the registry shows the desired instance in time; raise the error that ended the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self.published == self._desired, timeout_s)
             if self._failure is not None:
@@ -336,10 +333,7 @@ _REGISTER_TIMEOUT_S = 10.0
 
 
 class TeacherRegistration:
-    """Keeps a teacher in discovery from `register` until `start_draining`, but only while its model is healthy.
-
-    Without the URL of a registry, it only creates and removes the ready file as the teacher's health changes.
-    """
+    """Keeps a teacher in discovery (and its ready file) from `register` to `start_draining`, while it is healthy."""
 
     def __init__(self, settings: RegistrationSettings, address: str, linger_s: float, ready_file: ReadyFile) -> None:
         self._settings = settings

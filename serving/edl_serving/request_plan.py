@@ -171,10 +171,7 @@ class RequestInput:
 
 @dataclass(frozen=True)
 class RequestedOutput:
-    """An output to be sent, and its place in shared memory; None to put it into the response.
-
-    With `edl_top_k`, `name` is one of the three names that replace the output's own.
-    """
+    """An output to be sent, into shared memory if it has a place there. Top-k outputs have three names of their own."""
 
     name: str
     spec: TensorSpec

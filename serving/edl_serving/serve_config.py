@@ -1,7 +1,4 @@
-"""Configuration of the serving commands: option tables, the settings made from them, and `--exit-with`.
-
-`edl serve` and the gateway of `edl register` are both teachers, and share `TeacherConfig`.
-"""
+"""Options and settings of teachers (`edl serve`, and the gateway of `edl register`), and `--exit-with`."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ _GPU: Final = "nvidia.com/gpu"
 _VOLUME: Final = "edl-script"
 _TYPES: Final = {(item.api_version, item.kind): item for item in (ELASTIC_JOBS, TEACHER_POOLS, CONFIG_MAPS)}
 _PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
-"""Strings that every YAML parser reads as strings without quotes. Parsers differ on others: PyYAML reads 1e-3 and y as
-strings, kubectl as a number and a boolean."""
+"""Strings that every YAML parser reads as strings without quotes; kubectl reads 1e-3 and y as number and boolean."""
 
 
 # --- Options ---
@@ -189,11 +188,7 @@ class LocalScript:
         return f"{job}-script-{digest[:_DIGEST_CHARS]}"
 
     def config_map(self, job: str) -> dict[str, object]:
-        """Return its ConfigMap, without a namespace.
-
-        It is immutable: later pods of a job get the same script as the first, and no worker with write access to
-        ConfigMaps in this namespace can change it.
-        """
+        """Return its ConfigMap, without a namespace. It is immutable, so no pod or worker can change a job's script."""
         try:
             data = {"data": {self.name: self.content.decode()}}
         except UnicodeDecodeError:

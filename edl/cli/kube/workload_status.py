@@ -270,10 +270,7 @@ class WorkloadLook:
 
 
 class WorkloadStatus:
-    """Reads a job or pool and its last events. A context manager.
-
-    `store_url` is the store that the user named; if empty, the job's own store.
-    """
+    """Reads a job or pool and its last events, from `store_url` or else the job's own store. A context manager."""
 
     def __init__(self, client: KubeClient, target: Target, store_url: str = "") -> None:
         self._client = client
@@ -347,10 +344,7 @@ class WorkloadStatus:
 def show_workload(
     client: KubeClient, options: argparse.Namespace, show_job: Callable[[JobStatus], RenderableType]
 ) -> None:
-    """Run `edl status` for a job or pool in a cluster; `show_job` renders a job's status in its store.
-
-    SettingsError if there is no such job or pool; EDLError if the API server fails.
-    """
+    """Run `edl status` for a job or pool in a cluster; `show_job` renders a job's status in its store."""
     target = find_target(client, options.job)
     with WorkloadStatus(client, target, options.store or "") as status:
         looks = _looks(status) if options.watch else [status.read()]

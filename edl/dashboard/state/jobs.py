@@ -99,10 +99,7 @@ def job_status(
 
 
 def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
-    """Read a single job for `edl status`.
-
-    SettingsError, naming the existing jobs, if there is none; ProtocolError if its records are another version's.
-    """
+    """Read a job for `edl status`; SettingsError if there is none, ProtocolError for another version's records."""
     now_s = time.time()
     summary = None
     try:

@@ -165,7 +165,6 @@ class UserModules:
 
 
 def is_submodule(module: types.ModuleType, variable: str, value: Any) -> bool:
-    """Return whether a variable of a package holds its submodule of the same name."""
     return isinstance(value, types.ModuleType) and value.__name__ == f"{module.__name__}.{variable}"
 
 

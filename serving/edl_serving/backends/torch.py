@@ -145,10 +145,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 def exported_specs(
     program: torch.export.ExportedProgram, *, normalized: bool
 ) -> tuple[list[TensorSpec], list[TensorSpec], BatchSizeRange]:
-    """Return inputs, outputs and batch sizes of an exported program whose dimension 0 is the batch.
-
-    With `normalized`, its four-dimensional float inputs are declared as uint8.
-    """
+    """Return inputs (images as uint8 if `normalized`), outputs and batch sizes of a program with batch dimension 0."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     signature = program.graph_signature
     inputs = [(str(name), values.get(str(name))) for name in signature.user_inputs]

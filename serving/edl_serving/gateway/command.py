@@ -66,10 +66,7 @@ GATEWAY_GROUPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(TeacherConfig):
-    """The settings of `edl register vllm://…`: those of a teacher, and the engine.
-
-    Unless `exact_model` is set, the only model of an engine is used under any name. `tokenizer` is empty if not given.
-    """
+    """Settings of a teacher and its engine. Without `exact_model`, an engine's only model is used under any name."""
 
     engine: EngineAccess
     engine_model: str

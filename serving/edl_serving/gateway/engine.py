@@ -1,7 +1,6 @@
 """An engine: its address, HTTP requests with deadlines, the meaning of its refusals, and its abilities.
 
-The abilities are checked before students are served. If the engine lacks one, the error says what to change. aiohttp is
-imported only where it is used.
+The abilities are checked before students are served. If the engine lacks one, the error says what to change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Loads a transformers checkpoint from a folder.
-
-Only safetensors files are read, code that comes with the checkpoint is not run, and a checkpoint with missing weights
-is refused.
-"""
+"""Loads a complete transformers checkpoint from a folder of safetensors files, without running code in it."""
 
 from __future__ import annotations
 

@@ -85,11 +85,7 @@ class DistillLoader(Generic[B], abc.ABC):
         return self.label(self.loader)
 
     def label(self, batches: Iterable[B]) -> Iterator[tuple[B, Any]]:
-        """Return an epoch over given batches instead of all of the loader's, for example the rest of an epoch.
-
-        Args:
-            batches: Like the loader's.
-        """
+        """Return an epoch over these batches instead of all of the loader's, for example the rest of an epoch."""
         session, request = self._session, self._request
         if session is None or request is None:
             return EpochIterator(self._unlabelled(SourceIterator(batches)))
@@ -262,7 +258,7 @@ def batch_request(
 
 
 def no_teachers(teachers: TeachersLike) -> bool:
-    """Return whether a program trains without teachers: an empty list. None means the environment's teachers."""
+    """Return whether `teachers` is an empty list: training without teachers. None means the environment's teachers."""
     return isinstance(teachers, Sequence | Mapping) and not isinstance(teachers, str) and not teachers
 
 
@@ -289,10 +285,7 @@ def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, op
 def resolve_routes(
     teachers: TeachersLike, route: Route, discovery: str | None = None, *, optional: bool = False
 ) -> tuple[list[Teachers], Router | None]:
-    """Return the services that `teachers` names, and the router that selects among them.
-
-    `route`: where a sample or batch has the value that is a key in `teachers`; None if all label everything.
-    """
+    """Return the services that `teachers` names, and the router that selects among them by the value of `route`."""
     if route is None:
         return resolve_teachers(teachers, discovery, optional=optional), None
     if not isinstance(teachers, Mapping) or not teachers:
@@ -337,8 +330,6 @@ def input_getters(inputs: Inputs, argument: str = "inputs") -> dict[str, Getter]
 
 
 def _part_getter(index: int, count: int) -> Getter:
-    """Return a function that finds the part at `index` of a sample or batch with at least `count` parts."""
-
     def get(value: Any) -> Any:
         if index + 1 < count and hasattr(value, "__len__") and len(value) < count:
             found = f"{len(value)} of the {count} named fields"

@@ -1,9 +1,8 @@
 """Names a student's teachers, and watches those of a service through discovery.
 
-Students wait for the teachers of a valid name, since teachers may start after them, even if the name is similar to a
-registered service: `digits-2` may be about to start while `digits` runs. The watcher logs "did you mean" at once, and
-`NoTeacherError` repeats it if no teacher appears. A DNS name among fixed endpoints may have several addresses, like
-that of a headless Kubernetes service; each is a teacher. Names are looked up repeatedly, since pods come and go.
+Students wait even for a name that is similar to a registered service: `digits-2` may be about to start while `digits`
+runs. The watcher logs "did you mean" at once, and `NoTeacherError` repeats it if no teacher appears. Each address of a
+DNS name among fixed endpoints is a teacher. Names are looked up repeatedly, since pods come and go.
 """
 
 from __future__ import annotations
@@ -32,16 +31,11 @@ from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_c
 
 logger = logging.getLogger("edl.distill")
 
-_RETRY_S = 1.0
-"""Time between attempts: a restarting registry is back within a second or two."""
-_LOOK_S = 0.5
-"""How often a quiet watch checks whether this is closed: `close` may take as long."""
-_NEAR_EVERY_S = 10.0
-"""How often the registry is asked for similar names while a service has no teacher: Consul needs a call per service."""
-_RESOLVE_S = 5.0
-"""How often DNS names are looked up: CoreDNS itself answers from a cache for 5 to 30 s."""
-_CLOSE_S = 10.0
-"""How long `close` waits for a registry that does not answer: twice a request's own deadline (5 s unless set)."""
+_RETRY_S = 1.0  # between attempts: a restarting registry is back within a second or two
+_LOOK_S = 0.5  # how often a quiet watch checks whether this is closed: `close` may take as long
+_NEAR_EVERY_S = 10.0  # how often to ask for similar names while there is no teacher: a Consul call per service
+_RESOLVE_S = 5.0  # how often DNS names are looked up: CoreDNS itself answers from a cache for 5 to 30 s
+_CLOSE_S = 10.0  # how long `close` waits for a silent registry: twice a request's own deadline (5 s unless set)
 
 
 @dataclass(frozen=True)
@@ -128,8 +122,7 @@ class Teachers:
 def service_identities(groups: Sequence[Teachers]) -> list[str]:
     """Return, for each group, the name that its labels have in a cache: the service, or all endpoints in sorted order.
 
-    The registry's URL is left out, since one registry has several URLs, unless an ensemble has two services of the same
-    name.
+    The registry's URL is included only if an ensemble has two services of one name, since a registry has several URLs.
     """
     names = [group.service or ",".join(sorted(group.endpoints)) for group in groups]
     places = [(name, DiscoverySettings.of(group.discovery).url) for name, group in zip(names, groups, strict=True)]
@@ -203,9 +196,9 @@ def _is_name(instance: Instance) -> bool:
 class TeacherWatcher:
     """Reports teachers whenever they change, from its own thread; fixed endpoints once unless they include DNS names.
 
-    `changed` is called with each snapshot, and with "; did you mean …?" if the service has never had a teacher and the
-    registry has a similarly named service, otherwise an empty string. The third argument is false if the snapshot
-    leaves some of the service's teachers to other students (`max_teachers`).
+    `changed` gets each snapshot; "; did you mean …?" if the service has never had a teacher and the registry has a
+    similarly named one, otherwise an empty string; and whether the snapshot has all of the service's teachers, or
+    leaves some to other students (`max_teachers`).
     """
 
     def __init__(
@@ -248,7 +241,7 @@ class TeacherWatcher:
             self._registry.close()
 
     def _follow_addresses(self) -> float:
-        """Report a teacher for each address if addresses have changed; return the seconds until the next look."""
+        """Report addresses if they have changed; return the seconds until the next look."""
         failed = ""
         for host in {each.address for each in self._fixed if _is_name(each)}:
             try:
@@ -279,7 +272,7 @@ class TeacherWatcher:
         ]
 
     def _follow(self) -> float | None:
-        """Follow the service until closed; return the seconds until the next attempt, None for no further attempt."""
+        """Follow the service until closed; return the seconds until the next attempt, None for no further one."""
         service = self._teachers.service
         assert service is not None
         try:
@@ -289,7 +282,7 @@ class TeacherWatcher:
                 return None
             words = str(exc)
             if not isinstance(exc, EDLError):
-                # Whatever it was, a student that no longer heard of teachers would wait for them without a word.
+                # Otherwise a student would wait silently for teachers that it no longer hears of.
                 words = f"{type(exc).__name__}: {exc}"
                 if words != self._failure:
                     logger.exception("watching %s failed unexpectedly; retrying", service)

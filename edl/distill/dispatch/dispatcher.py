@@ -1,8 +1,8 @@
 """`Dispatcher`, a plain state machine: it takes events with their time and returns actions.
 
-A task waits in a heap until a teacher has room for it (`_place_waiting`). If it has failed on every teacher that could
-get it soon, it waits for teachers that are still connecting, then for a pause, and is given up if it has no chance. For
-a late attempt, `_hedge` sends a second one to a different teacher, within a budget.
+A task waits in a heap until a teacher has room for it. If it has failed on every teacher that could get it soon, it
+waits for teachers that are still connecting, then for a pause, and is given up if it has no chance. For a late attempt,
+`_hedge` sends a second one to a different teacher, within a budget.
 """
 
 from __future__ import annotations
@@ -18,25 +18,19 @@ from edl.distill.dispatch.actions import NO_LIMITS, Action, Deliver, FailureKind
 from edl.distill.dispatch.teacher_state import TeacherState, Window
 from edl.distill.options import Policy
 
-_STARVING_S = 1.0
-"""Seconds that the training loop may be blocked before a hedge may exceed the budget: long enough for people to
-notice."""
-_MIN_FULL_PAUSE_S = 0.01
-"""Shortest pause of a full teacher, whatever its hint; a hundred refusals per second cost little."""
+_STARVING_S = 1.0  # how long the training loop may be blocked before a hedge may exceed the budget
+_MIN_FULL_PAUSE_S = 0.01  # of a full teacher, whatever its hint; a hundred refusals per second cost little
 _FULL_PAUSE_S = 0.05
-"""First pause of a full teacher that gives no usable hint: the time of a few batches. It doubles until the teacher has
-room."""
-_MAX_FULL_PAUSE_S = 2.0
-"""Longest such pause, which a person hardly notices."""
+"""First pause of a full teacher without a usable hint: the time of a few batches. It doubles until there is room."""
+_MAX_FULL_PAUSE_S = 2.0  # longest such pause, which a person hardly notices
 _MAX_HEDGE_TOKENS = 4.0
 """Number of hedges that may be saved up: enough for a burst of stragglers, too few to double a teacher's load."""
 _HEDGE_EARNINGS = 0.9
-"""Share of the hedging budget that each request earns. It is below 1 so that even with all hedges saved up, extra
-requests stay within the budget per thousand."""
+"""Share of the hedging budget that each request earns. Below 1, so that even with all hedges saved up, extra requests
+stay within the budget per thousand."""
 
 
-_BLAMELESS = (FailureKind.LOST, FailureKind.OVERLOADED)
-"""Failures that are not caused by the task."""
+_BLAMELESS = (FailureKind.LOST, FailureKind.OVERLOADED)  # not caused by the task
 
 
 @dataclass
@@ -48,11 +42,10 @@ class _Task:
     failures: list[tuple[str, RequestFailure]] = field(default_factory=list)
     lost: int = 0
     first_failed_at: float = 0.0
-    again_at: float = 0.0
-    """When a task that failed everywhere may be sent to the same teachers again, because errors may be temporary."""
+    again_at: float = 0.0  # when a task that failed everywhere may be sent to the same teachers again
     no_room_at: dict[str, int] = field(default_factory=dict)
-    """How often each teacher had no room for the task. These teachers are asked last; otherwise the task could bounce
-    between them forever while another teacher has room."""
+    """How often each teacher had no room for the task. These are asked last; otherwise the task could bounce between
+    them forever while another teacher has room."""
 
     def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)
@@ -62,10 +55,7 @@ class _Task:
 
 
 class Dispatcher:
-    """Keeps the state of all open tasks and known teachers. Not thread-safe.
-
-    Methods take the time `now` in seconds, from any monotonic clock.
-    """
+    """The state of all open tasks and known teachers. Not thread-safe. `now` is in seconds of any monotonic clock."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
@@ -142,7 +132,6 @@ class Dispatcher:
         return self._assign(now)
 
     def teacher_draining(self, teacher: str) -> None:
-        """Record that a teacher is draining and accepts no new requests."""
         self._connecting.discard(teacher)
         self._changed = True
         if teacher in self.teachers:
@@ -155,7 +144,6 @@ class Dispatcher:
             self.teachers[teacher].live = False
 
     def teacher_removed(self, teacher: str) -> None:
-        """Forget a teacher that left for good."""
         self._connecting.discard(teacher)
         self._changed = True
         self.teachers.pop(teacher, None)
@@ -222,7 +210,6 @@ class Dispatcher:
         return actions + self._assign(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Hedge late tasks, and use teachers whose pause has ended."""
         return self._assign(now)
 
     def set_awaited(self, task: int, now: float) -> list[Action]:
@@ -232,7 +219,7 @@ class Dispatcher:
     # Queries
 
     def next_event(self, now: float) -> float | None:
-        """Return when `tick` should be called next, in seconds; None if no event is due."""
+        """Return when to call `tick` next, in seconds; None if no event is due."""
         if self._changed:
             return now
         times = [state.closed_until for state in self.teachers.values() if state.live and not state.draining]
@@ -246,13 +233,12 @@ class Dispatcher:
         return due if due < math.inf else None
 
     def count_serving(self, now: float) -> int:
-        """Count the teachers that can take work, now or once they have room."""
         return sum(state.serves(now) for state in list(self.teachers.values()))
 
     def oversized(self, now: float) -> tuple[int, int]:
-        """Return the rows of the largest waiting task that no usable teacher accepts, 0 if none.
+        """Return the rows of the largest waiting task that no usable teacher accepts, and of its longest sequence.
 
-        The second number is the rows of the longest sequence in such tasks that is too long for all of these teachers.
+        The latter only if the sequence is too long for all of these teachers; 0 if none.
         """
         usable = [state for state in self.teachers.values() if state.is_usable(now)]
         if not usable or any(state.limits == NO_LIMITS for state in usable):
@@ -276,7 +262,6 @@ class Dispatcher:
 
     @property
     def capacity(self) -> int:
-        """Requests that all live teachers together can have in flight."""
         return sum(state.window.size for state in self.teachers.values() if state.live and not state.draining)
 
     # Decisions
@@ -394,8 +379,8 @@ class Dispatcher:
     def _reachable_soon(self, task: _Task, now: float) -> list[str]:
         """Return the teachers that a failed task may be sent to while it waits for connections.
 
-        After that time, teachers that never had room for it are excluded. They still get the task if they become free,
-        but it does not wait for them.
+        After that time, teachers that never had room for it are excluded: they may still get the task, but it does not
+        wait for them.
         """
         soon = now + self.policy.coming_s
         there = [
@@ -412,7 +397,7 @@ class Dispatcher:
     ) -> str | None:
         """Return the free teacher expected to answer a task soonest.
 
-        A teacher that failed on the task is chosen only with `again`, and one that refused it never.
+        `again` allows one that failed on the task, but never one that refused it.
         """
         excluded = {name for name, failure in task.failures if not again or failure.kind is FailureKind.REJECTED}
         fit = [(name, state) for name, state in free if name not in excluded and task.fits(state)]
@@ -441,10 +426,7 @@ class Dispatcher:
     # Hedging
 
     def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
-        """Send late tasks to a second teacher as well.
-
-        If no other work waits, the awaited task is also sent to an idle teacher that would answer it sooner.
-        """
+        """Send late tasks to a second teacher; if no other work waits, the awaited task also to a faster idle one."""
         old = now - self.policy.hedge_min_s
         late = {
             attempt

@@ -1,10 +1,9 @@
 """The dispatcher's knowledge of a teacher: whether it can take a request now, and how long the answer would take.
 
-`Window` decides from measured latencies how many requests to keep in flight, by the rule of TCP Vegas (Brakmo and
-Peterson, 1995) with requests instead of packets. If `base` is the latency of a request that found the teacher idle, and
-w requests in flight take `latency` each, then w · (1 - base/latency) of them wait in the teacher's queue. One waiting
-request keeps a teacher busy; with more, losing the teacher costs more. If a request takes less than a few milliseconds,
-several may wait, because scheduling is just as slow.
+`Window` sizes the requests in flight by the rule of TCP Vegas (Brakmo and Peterson, 1995). If `base` is the latency of
+a request that found the teacher idle, and w requests in flight take `latency` each, then w · (1 - base/latency) of them
+wait in the teacher's queue. One waiting request keeps a teacher busy; with more, losing the teacher costs more. If a
+request takes less than a few milliseconds, several may wait, because scheduling is just as slow.
 """
 
 from __future__ import annotations
@@ -15,19 +14,14 @@ from dataclasses import dataclass, field
 
 from edl.distill.dispatch.actions import NO_LIMITS, Limits, Send
 
-QUEUE_S = 0.010
-"""Seconds of work that may wait at a teacher, if this allows more than one request."""
-MOST_QUEUED = 4.0
-"""Largest number of requests that `QUEUE_S` may allow to wait at a teacher."""
+QUEUE_S = 0.010  # seconds of work that may wait at a teacher, if this allows more than one request
+MOST_QUEUED = 4.0  # most requests that `QUEUE_S` may allow to wait at a teacher
 MOST_QUEUED_QUICK = 12.0
-"""The same if a request takes less than `QUICK_S`, because a wake-up costs more than the request. With slower requests,
-a larger window would only evict warm memory from the caches."""
-QUICK_S = 0.001
-"""Service time below which, on one host, a message costs more than the request in it."""
-PROBE_EVERY_S = 10.0
-"""How long a measured base is used before a request is sent alone to measure it again."""
-_KEPT = 32
-"""Number of latencies kept for the median: few enough to follow changes quickly, and enough for quartiles."""
+"""The same if a request takes less than `QUICK_S`: a wake-up costs more than the request. With slower requests, a
+larger window would only evict warm memory from the CPU's caches."""
+QUICK_S = 0.001  # service time below which, on one host, a message costs more than the request in it
+PROBE_EVERY_S = 10.0  # how long a measured base is used before a request is sent alone to measure it again
+_KEPT = 32  # latencies kept for the median: few enough to follow changes quickly, and enough for quartiles
 
 
 @dataclass
@@ -48,11 +42,9 @@ class Window:
 
     @property
     def allowed(self) -> int:
-        """Requests that may be in flight now."""
         return 1 if self.probing else self.size
 
     def record_latency(self, latency_s: float, in_flight: int, now: float) -> None:
-        """Record the latency of an answer, and adjust the window."""
         self._latencies.append(latency_s)
         ordered = sorted(self._latencies)
         self.median_s = ordered[len(ordered) // 2]
@@ -123,8 +115,8 @@ class TeacherState:
     def expected_s(self, now: float) -> float:
         """Return the expected seconds until a request sent now is answered; 0 for a teacher not yet measured.
 
-        If a teacher has been silent for more than 1.1 times its usual latency, the silence is added. So new work is
-        sent to other teachers instead of being hedged later.
+        If a teacher has been silent for more than 1.1 times its usual latency, the silence is added, so that new work
+        goes to other teachers instead of being hedged later.
         """
         if self.window.median_s is None:
             return 0.0

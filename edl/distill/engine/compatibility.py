@@ -1,7 +1,4 @@
-"""Decides whether a teacher, and each of its answers, can be used.
-
-Inputs, outputs and rows of a model must match the first teacher's.
-"""
+"""Decides whether a teacher, and each of its answers, can be used."""
 
 from __future__ import annotations
 
@@ -24,18 +21,15 @@ from edl.quoting import did_you_mean, listed
 
 logger = logging.getLogger("edl.distill")
 
-InputTensors: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]
-"""Name, datatype and shape (with rows) of each tensor of a request."""
+InputTensors: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]  # name, datatype and shape with rows, of each
 
-_MOST_REMEMBERED = 1024
-"""Number of input shapes whose output shape is remembered: more than padded texts have, but bounded."""
+_MOST_REMEMBERED = 1024  # input shapes whose output shape is remembered: more than padded texts have, but bounded
 
 
 class TeacherCompatibility:
-    """Remembers the properties that all teachers of a service must share.
+    """Remembers the properties that all teachers of a service must share with the first one.
 
-    The first teacher's metadata says which dimensions of a row are fixed. Dimensions that it leaves open, such as the
-    length of a text, may differ between answers.
+    Its metadata says which dimensions of a row are fixed; others, such as the length of a text, may differ.
     """
 
     def __init__(
@@ -67,7 +61,7 @@ class TeacherCompatibility:
     def lacking(self, instance: Instance, spec: ModelSpec) -> str:
         """Return which part of the request this model lacks, regardless of other teachers; empty if none.
 
-        Versions are ignored, because they change while students run, and students wait for the right one.
+        Versions are ignored, because students wait for the right one.
         """
         asked = self._output_spec
         missing = [name for name in asked.outputs if spec.outputs and name not in spec.outputs]
@@ -192,8 +186,7 @@ class TeacherCompatibility:
     def select_version(self, live: Sequence[ModelSpec]) -> None:
         """Before an epoch, select the version under which labels are cached. It stays while a live teacher has it.
 
-        The model's name never changes, because a different name means a different model. `live` holds the models of all
-        teachers in use; without any, the version stays.
+        `live`: the models of all teachers in use. The model's name never changes.
         """
         known = self.spec
         live = [spec for spec in live if known is not None and spec.name == known.name]
@@ -279,13 +272,10 @@ class TeacherCompatibility:
         return self.spec.outputs.get(name) if self.spec is not None else None
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
-        """Check that cached labels, which are looked up by sample id, match the sample's current inputs.
+        """Raise `SettingsError` if outputs have variable dimensions and these inputs differ in shape from earlier ones.
 
-        If a label's shape depends on the shape of the inputs, a sample now padded to a different length would get a
-        cached label of the wrong length.
-
-        Call it from one thread at a time. It raises `SettingsError` if outputs have variable dimensions and the inputs
-        have different shapes from earlier inputs.
+        Labels are cached by sample id: a sample now padded to a different length would get a label of the wrong length.
+        Call it from one thread at a time.
         """
         varying = None
         for name in self._output_spec.outputs:

@@ -43,30 +43,21 @@ logger = logging.getLogger("edl.distill")
 _CONNECT_TIMEOUT_S = 5.0
 """Deadline of an attempt to connect: enough for several round trips around the world; a dead host costs this much."""
 _MOST_FAILED_CHANNELS = 2
-"""Tensor channels in a row that may end before their first answer. After that, requests first use gRPC: a firewall may
-accept a connection and then end it, and a teacher that dies twice in its first request is rare."""
-_FIRST_BACKOFF_S = 0.1
-"""Pause before the second attempt to connect, so that a restarting server is missed for at most a few batches."""
-_LAST_BACKOFF_S = 2.0
-"""Longest pause between attempts, and so until a returning teacher is found."""
-_LAST_LAPSED_BACKOFF_S = 15.0
-"""The same for probably dead teachers. A SQLite file without a writer lists them until the next boot."""
+"""Tensor channels in a row that may end before their first answer, as behind some firewalls. After that, requests first
+use gRPC."""
+_FIRST_BACKOFF_S = 0.1  # a restarting server is missed for at most a few batches
+_LAST_BACKOFF_S = 2.0  # longest pause between attempts to connect
+_LAST_LAPSED_BACKOFF_S = 15.0  # the same for probably dead teachers: a SQLite file may list them until the next boot
 _NEEDS_ATTENTION = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # waiting alone will not make connecting succeed
-_STEADY_S = 2.0
-"""A connection that breaks sooner than this counts as a failed attempt to connect."""
-_CHECK_S = 2.0
-"""How often a teacher whose registration lapsed is asked whether it is ready, since the registry no longer knows."""
+_STEADY_S = 2.0  # a connection that breaks sooner than this counts as a failed attempt to connect
+_CHECK_S = 2.0  # how often a teacher whose registration lapsed is asked whether it is ready
 _MOST_NAMES = 3  # teachers named in a log line
 _MOST_TEACHERS = 20  # teachers described in an error
-_MOST_GONE = 100
-"""Number of departed teachers remembered by name: enough to trace each one as pods come and go."""
+_MOST_GONE = 100  # departed teachers remembered by name: enough to trace each one as pods come and go
 
 
 def no_counts() -> Counter[str]:
-    """Return counters for the outcomes of a teacher's requests, as in `TeacherStats`.
-
-    They are written on the event loop and read in any thread, so all keys exist from the start.
-    """
+    """Return counters as in `TeacherStats`. All keys exist from the start, because any thread may read them."""
     return Counter(rows=0, requests=0, failures=0)
 
 
@@ -122,9 +113,9 @@ class TeacherConnection:
     async def refresh(self, *, must_be_ready: bool = False) -> None:
         """Check that the teacher's model is unchanged; if not, return after an attempt to reconnect.
 
-        A server may load another model, and gRPC may silently reconnect to another server at the same address. With
-        `must_be_ready`, a teacher that is not ready is lost. Before an epoch that does not matter: Triton is briefly
-        not ready while it replaces a version, but its metadata already name the new one.
+        A server may load another model, and gRPC may silently reconnect to another server. With `must_be_ready`, a
+        teacher that is not ready is lost. Before an epoch that does not matter: Triton is briefly not ready while it
+        replaces a version, but its metadata already name the new one.
         """
         client = self._client
         self.changed_spec = None
@@ -352,9 +343,9 @@ class ConnectionPool:
     def lacking(self) -> str:
         """Return what each teacher lacks, once all have answered and none can serve the request.
 
-        The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining or
-        left to other students, or while the registry does not answer. In a rolling update a teacher drains before it is
-        replaced, so students wait. It is also empty once any teacher has proved suitable by being used.
+        The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining
+        (as before a rolling update replaces it) or left to other students, or the registry does not answer. It is also
+        empty once any teacher has been used.
         """
         connections = list(self.connections.values())
         if self.compatibility.spec is not None or not self._is_whole or not connections:
@@ -381,7 +372,6 @@ class ConnectionPool:
         return teachers, departed
 
     def _state(self, connection: TeacherConnection) -> tuple[str, str]:
-        """Return a teacher's state, and the reason as text."""
         state = self._dispatcher.teachers.get(connection.instance.id)
         if connection.leaving:
             return "draining", ""
@@ -397,10 +387,7 @@ class ConnectionPool:
         return connection.counts if connection is not None else self._departed
 
     def apply_snapshot(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
-        """Connect to new teachers, and retire those that left.
-
-        `near` is "; did you mean …?" for error messages if the service may be misspelled.
-        """
+        """Connect to new teachers, and retire those that left. `near`: "; did you mean …?" for messages, or empty."""
         self._is_whole = False
         self._near = near
         if snapshot.stale and snapshot.stale != self._stale:

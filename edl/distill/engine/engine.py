@@ -37,14 +37,10 @@ from edl.protocol.tls import CredentialFiles
 
 logger = logging.getLogger("edl.distill")
 
-_POLL_EVERY_S = 0.002
-"""Shortest interval between checks of deadlines and gauges, since under load a check costs more than a request."""
-_REFRESH_TIMEOUT_S = 1.0
-"""How long the start of an epoch waits for the teachers' versions. A live teacher answers within milliseconds."""
-_REMIND_S = 10.0
-"""Pause between two outage warnings: often enough for a person watching, and only six log lines a minute."""
-_SILENT_S = 5.0
-"""How long live teachers may be silent before a warning: longer than most models need for a batch."""
+_POLL_EVERY_S = 0.002  # between checks of deadlines and gauges; under load a check costs more than a request
+_REFRESH_TIMEOUT_S = 1.0  # of asking for versions before an epoch; a live teacher answers within milliseconds
+_REMIND_S = 10.0  # between two outage warnings: six log lines a minute
+_SILENT_S = 5.0  # silence of live teachers before a warning: longer than most models need for a batch
 
 
 @dataclass(eq=False)
@@ -129,10 +125,7 @@ class Engine:
         return self.compatibility.spec
 
     def select_version(self) -> None:
-        """Ask the teachers for their model version, before an epoch whose labels are cached.
-
-        This takes milliseconds if the teachers answer, and about a second otherwise.
-        """
+        """Ask the teachers for their version before an epoch. Without answers, this takes about a second."""
         if self.compatibility.spec is not None:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
                 self._thread.run(self.pool.follow_version(_REFRESH_TIMEOUT_S), 2 * _REFRESH_TIMEOUT_S)
@@ -261,7 +254,6 @@ class Engine:
         self._take_jobs()
 
     def _take_jobs(self) -> None:
-        """Give all submitted jobs to the dispatcher."""
         while self._submitted:
             job = self._submitted.popleft()
             if self._closed:
@@ -424,7 +416,6 @@ class Engine:
 
 
 def _give_up_error(action: GiveUp) -> RejectedError | BadOutputError:
-    """Return the error for a task that was given up."""
     words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
     if any(failure.kind is FailureKind.REJECTED for _, failure in action.failures):
         return RejectedError(f"teachers refuse a request: {words}")

@@ -1,9 +1,8 @@
 """Runs the event loop that all readers of a process share, in a background thread.
 
-The thread starts with the first reader and ends with the last. grpc.aio needs all its channels on one loop. A forked
-child inherits neither the thread nor the loop, so using the parent's reader there raises `ClosedError`. A child also
-cannot start its own loop for gRPC if the parent ever had one: gRPC stays initialized for the life of a process, and in
-the child it would wait for threads that exist only in the parent.
+The thread starts with the first reader and ends with the last. A forked child inherits neither the thread nor the loop,
+so using the parent's reader there raises `ClosedError`. The child cannot start its own loop either, if the parent ever
+had one: gRPC stays initialized, and would wait in the child for threads that exist only in the parent.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ logger = logging.getLogger("edl.distill")
 
 T = TypeVar("T")
 
-_LINGER_S = 0.05
-"""How long the loop keeps running for callbacks that gRPC schedules while closing: milliseconds on a busy machine."""
-_STOP_S = 10.0
-"""How long the last user waits for the loop's thread. It ends within milliseconds unless logging blocks."""
+_LINGER_S = 0.05  # for callbacks that gRPC schedules while closing: milliseconds on a busy machine
+_STOP_S = 10.0  # how long the last user waits for the thread, which ends within milliseconds unless logging blocks
 _REMEDY = (
     "gRPC does not work in a process forked from one that has used it. Start this process with "
     'multiprocessing.get_context("spawn") or ("forkserver") and create its reader there, or fork before the first '
@@ -51,7 +48,7 @@ class EventLoopThread:
 
     @classmethod
     def acquire(cls, *, for_grpc: bool = True) -> EventLoopThread:
-        """Return the process's loop, starting it if necessary."""
+        """Return the process's loop, starting it if necessary; add a reference."""
         if for_grpc and cls.inherited:
             raise ClosedError(
                 f"a reader cannot connect in process {os.getpid()}: an ancestor process has used a "
@@ -127,9 +124,9 @@ class EventLoopThread:
 class _GarbageGuard:
     """Keeps a forked child from collecting the parent's garbage.
 
-    If the child collected an unreachable gRPC channel of the parent, it would wait forever for a thread that only the
-    parent has. So inherited objects are frozen (`gc.freeze`). Several threads may fork at once: the first turns the
-    parent's collector off, and the last turns it on again.
+    Collecting an unreachable gRPC channel of the parent, the child would wait forever for a thread that only the parent
+    has. So inherited objects are frozen (`gc.freeze`). Several threads may fork at once: the first turns the parent's
+    collector off, and the last turns it on again.
     """
 
     lock = threading.Lock()

@@ -25,7 +25,6 @@ def outputs_nbytes(outputs: Outputs) -> int:
 
 class AnswerSizeEstimator:
     """Estimates the bytes of a service's answers from past ones."""
-
     def __init__(self) -> None:
         self._row_nbytes: float | None = None
 
@@ -34,7 +33,6 @@ class AnswerSizeEstimator:
         return None if self._row_nbytes is None else math.ceil(rows * self._row_nbytes)
 
     def came(self, rows: int, nbytes: int) -> None:
-        """Record the size of an answer."""
         row_nbytes = nbytes / rows
         before = row_nbytes if self._row_nbytes is None else self._row_nbytes
         self._row_nbytes = max(row_nbytes, before + _FORGET * (row_nbytes - before))
@@ -46,8 +44,8 @@ Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[S
 def item_outputs(item: Item, service: int) -> Outputs:
     """Return an item's outputs from a service: its own writable arrays [rows, ...], or `TopK`.
 
-    `TopK` of rows may share the memory of an answer. `TopK` of sequences are copied, because keeping one text of each
-    request would otherwise keep all answers alive.
+    `TopK` of rows may share an answer's memory. `TopK` of sequences are copied, because a kept text would otherwise
+    keep the answers to its whole request alive.
     """
     pieces: list[Outputs] = []
     for chunk, start, stop in item.parts:

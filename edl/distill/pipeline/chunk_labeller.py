@@ -1,7 +1,4 @@
-"""Labels chunks of rows from one or several services, and hides the engines, shared memory and cache behind one class.
-
-A `ChunkLabeller` belongs to a reader and persists across its epochs; it only needs to know when each begins.
-"""
+"""Labels chunks of rows from one or several services, over engines, shared memory and cache that outlive epochs."""
 
 from __future__ import annotations
 
@@ -40,22 +37,20 @@ from edl.settings import Credentials
 logger = logging.getLogger("edl.distill")
 
 _EXCESS = 2
-"""Multiple of `memory_bytes` that answers may take before requests are cancelled. With 1, teachers would often work in
-vain when text lengths vary."""
+"""Multiple of `memory_bytes` that answers may take before requests are cancelled. With 1, varying text lengths would
+often waste teachers' work."""
 _CLOSE_S = 10.0
 """How long `close` waits for the connections of a service. gRPC takes milliseconds; a hanging host is abandoned."""
 
 
 _SAY_AFTER_S = 5.0
 """How long to wait for a first teacher before logging it: when a person begins to wonder."""
-_LOOK_S = 0.2
-"""How often a wait checks whether it should continue."""
+_LOOK_S = 0.2  # how often a wait checks whether it should continue
 
 
 @dataclass(eq=False)
 class _Service:
-    """A service, with its engine and the state for its labels."""
-
+    """A service's engine and the state for its labels."""
     engine: Engine
     output_spec: OutputSpec
     labels: ServiceLabels | None  # labels in the cache; None without a cache
@@ -68,9 +63,9 @@ class _Service:
 class ChunkLabeller:
     """Connections, shared memory and cache of a reader. Only the feeding thread calls `submit`; any may call the rest.
 
-    A route is the number of the only service that labels a row; None if all services do. Waits for teachers end once
-    `stopped` says that the work was ended. They raise `NoTeacherError` at their deadline, and `SettingsError` as soon
-    as all teachers have answered and none can serve the request (`Engine.lacking`).
+    A route is the number of the only service that labels a row; None if all do. Waits for teachers end once `stopped`
+    returns True. They raise `NoTeacherError` at their deadline, and `SettingsError` as soon as all teachers have
+    answered and none can serve the request (`Engine.lacking`).
     """
 
     def __init__(self, request: LabelRequest) -> None:
@@ -138,7 +133,6 @@ class ChunkLabeller:
         self._services.append(_Service(engine, output_spec, labels, AnswerSizeEstimator(), watcher))
 
     def check(self) -> None:
-        """Raise `ClosedError` if this is closed or used in a forked child."""
         if self.closed:
             raise ClosedError("the reader is closed")
         self.thread.check()
@@ -146,15 +140,15 @@ class ChunkLabeller:
     # The teachers' limits, known once the first is connected
 
     def asked(self, route: int | None) -> range:
-        """Return the numbers of the services that label a chunk of a route."""
+        """Return the numbers of a route's services."""
         return range(len(self.engines)) if route is None else range(route, route + 1)
 
     def knows_teacher(self, route: int | None) -> bool:
-        """Return whether all services that label chunks of a route have had a teacher."""
+        """Return whether all services of a route have had a teacher."""
         return all(self.engines[index].await_spec(0.0) is not None for index in self.asked(route))
 
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
-        """Return the largest number of rows in a request that the teachers of a route accept; 0 for any."""
+        """Return the largest number of rows per request that a route's teachers accept; 0 for any."""
         known = [index for index in self.asked(route) if self.await_spec(index, stopped) is not None]
         return min(filter(None, (self.engines[index].pool.limits.max_rows for index in known)), default=0)
 
@@ -174,8 +168,7 @@ class ChunkLabeller:
     def awaits_sequence(self, rows: int, since: float, route: int | None = None) -> bool:
         """Return whether to wait for a teacher that accepts a sequence too long for all known ones.
 
-        For a fixed list, this makes sense while some teachers are still connecting. For a service it always does,
-        because its teachers come and go.
+        For a fixed list, only while some teachers are still connecting; for a service always, as teachers come and go.
         """
         short = [at for at in self.asked(route) if rows > self.engines[at].pool.limits.max_sequence > 0]
         if not short or time.monotonic() - since > self._timeout_s:
@@ -217,7 +210,7 @@ class ChunkLabeller:
         return engine.lacking() or (engine.no_teacher() if time.monotonic() - since > self._timeout_s else None)
 
     def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
-        """Wait for the first teacher of a service; return its model, None if the work ended first."""
+        """Wait for a service's first teacher; return its model, None if the work ended first."""
         begin = time.monotonic()
         engine = self.engines[index]
         warned = False
@@ -251,16 +244,15 @@ class ChunkLabeller:
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
-        """Return how many chunks of a route (None: of any) wait to be sent, as a share of the sufficient number.
+        """Return the unsent chunks of a route (None: of any) as a share of the sufficient number.
 
-        At 1 the feeding thread pauses, because more would only evict warm memory from the caches.
+        At 1 the feeding thread pauses: more chunks would only evict warm memory from the CPU's caches.
         """
         asked = self.asked(route)
         waiting = max((self._services[at].submitted - self.engines[at].dispatched for at in asked), default=0)
         return waiting / (2 + self.depth // 16)
 
     def estimate_answers(self, chunk: Chunk) -> None:
-        """Estimate the bytes of a chunk's answers, as far as they are known."""
         for answer, index in enumerate(self.asked(chunk.route)):
             spec = self.engines[index].await_spec(0.0)
             nbytes = self._services[index].sizes.expected(chunk.rows)
@@ -272,9 +264,9 @@ class ChunkLabeller:
     def limit_answers(self, chunks: Collection[Chunk], needed: Collection[Chunk], *, limited: bool) -> bool:
         """Keep only as many requests pending as fit `memory_bytes` if answers are as large as the last ones.
 
-        Requests are sent by an estimate. If answers are larger, the newest of the open `chunks` are cancelled and sent
-        again later. The two oldest and the `needed` ones, for which the training loop waits, are always sent. Call it
-        on the loop; it returns whether some requests wait, which the next call gets as `limited`.
+        The newest of the open `chunks` are cancelled and sent again later. The two oldest and the `needed` ones, for
+        which the training loop waits, are always sent. Call it on the loop; it returns whether some requests wait,
+        which the next call gets as `limited`.
         """
         done = [chunk for chunk in chunks if chunk.done or not chunk.jobs]
         pending = sorted((chunk for chunk in chunks if chunk.jobs and not chunk.done), key=lambda each: each.jobs[0][1])
@@ -303,10 +295,9 @@ class ChunkLabeller:
         return weight
 
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> int:
-        """Request the chunk's labels from every service, or from its route's service.
+        """Request the chunk's labels from its services; return the bytes by which cached answers exceed the estimate.
 
         `changed` is called when the chunk was sent or may be done; for an answer, with the bytes beyond the estimate.
-        Returns the bytes by which answers from the cache exceed it.
         """
         surplus_nbytes = 0
         if self._offline is not None and chunk.ids is not None:
@@ -373,7 +364,7 @@ class ChunkLabeller:
         changed(surplus_nbytes)
 
     def _check_agreement(self, index: int, spec: ModelSpec) -> None:
-        """Check that a route's outputs match those of the other routes, because a batch may have rows of both."""
+        """Check that a route's outputs match the other routes', because a batch may have rows of both."""
         service = self._services[index]
         tokenizer = service.engine.compatibility.tokenizer
         for other, known in enumerate(self._services):
@@ -387,23 +378,20 @@ class ChunkLabeller:
         service.agreed = spec, tokenizer
 
     def _values_of(self, route: int) -> str:
-        """Return the values of a route for messages."""
         return listed([repr(value) for value, index in (self.request.routes or {}).items() if index == route])
 
     def follow_version(self, service: int) -> None:
-        """Switch to the teachers' current version, if there are no epochs. Call it when no request is pending."""
+        """Switch to the teachers' current version outside an epoch. Call it when no request is pending."""
         engine = self.engines[service]
         with contextlib.suppress(ClosedError):  # another thread may close this meanwhile
             self.thread.call(engine.compatibility.begin_epoch)
             engine.select_version()
 
     def has_live_teacher(self, service: int) -> bool:
-        """Return whether a service has a teacher that can take work."""
         return bool(self.engines[service].stats().teachers_live)
 
     @property
     def refuses_versions(self) -> bool:
-        """Whether labels of different versions must not be mixed."""
         return self.request.options.mixed_versions == "refuse"
 
     def _look_up(
@@ -436,9 +424,9 @@ class ChunkLabeller:
         return missing
 
     def view(self, inputs: tuple[str, ...]) -> CacheView:
-        """Return the cache view of the only service's labels, for all `inputs` that may be sent.
+        """Return the cache view of the only service's labels for `inputs`; wait for its first teacher.
 
-        Waits for its first teacher; raises `SettingsError` if that has no version.
+        Raises `SettingsError` if that has no version.
         """
         spec, service = self.model_spec(), self._services[0]
         assert service.labels is not None
@@ -452,7 +440,6 @@ class ChunkLabeller:
 
     @property
     def cache_queue_bytes(self) -> int:
-        """Bytes of labels that wait to be cached."""
         return self._cache_queue.queued_bytes if self._cache_queue is not None else 0
 
     def prepare_epoch(self) -> None:
@@ -482,7 +469,6 @@ class ChunkLabeller:
                 self.thread.call(self.engines[index].cancel, gone)
 
     def record_delivery(self, rows: int) -> None:
-        """Count rows delivered to the training loop, and log progress every `progress_s`."""
         self._delivered += rows
         now = time.monotonic()
         if now >= self._progress_at:
@@ -492,7 +478,6 @@ class ChunkLabeller:
             self._progress_rows = self._delivered
 
     def stats(self) -> ReaderStats:
-        """Return the counters of this reader, except those of the current epoch."""
         services = [engine.stats() for engine in self.engines]
         return replace(
             merged(services),
@@ -506,7 +491,7 @@ class ChunkLabeller:
         )
 
     def begin_epoch(self) -> None:
-        """Record that an epoch begins. Call it in the thread that begins it, whose trace span the requests get."""
+        """Record that an epoch begins, in the thread whose trace span the requests get."""
         self._epoch_begins = True
         self._traceparent = current_traceparent()
         for engine in self.engines:

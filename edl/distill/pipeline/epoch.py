@@ -32,8 +32,8 @@ Sources that create an iterator per reader are not listed."""
 class SourceClock:
     """Adds up the seconds that a data source takes to produce its values.
 
-    `begin` and `end` are for the thread that reads the source, and `read` is for any thread. The two numbers are
-    replaced together, so that every second is counted exactly once.
+    The reading thread calls `begin` and `end`, any thread `read`. The two numbers are replaced together, so that every
+    second is counted exactly once.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class SourceClock:
 
 
 def source_wait_s(waited_s: float, source_s: float, clock: SourceClock, chunks: Collection[Chunk]) -> float:
-    """Return how many seconds of a wait the data source caused: those until the last of the chunks was sent."""
+    """Return the seconds of a wait that the source caused: those until the last chunk was sent."""
     if chunks and all(chunk.sent for chunk in chunks):
         until_s = max(chunk.source_s for chunk in chunks)
     else:
@@ -66,10 +66,10 @@ T = TypeVar("T")
 
 
 class EpochIterator(Iterator[T], Generic[T]):
-    """The values of a generator. After an error, every further `next` raises ClosedError.
+    """The values of a generator. After an error, every further `next` raises `ClosedError`.
 
-    A plain generator raises StopIteration after an error. To a loop that catches the error and continues (for example,
-    after a signal handler's timeout) the epoch would seem complete.
+    A plain generator then raises `StopIteration`, which a loop that catches the error (a signal handler's timeout,
+    for example) and continues would take for the end of the epoch.
     """
 
     __slots__ = ("__weakref__", "_failed", "_values")
@@ -92,31 +92,25 @@ class EpochIterator(Iterator[T], Generic[T]):
             raise
 
     def close(self) -> None:
-        """End the epoch, and drop pending requests."""
         self._values.close()
 
 
-_LOW = 0.6
-"""Backlog at which the feeding thread is woken to refill it. Waking it for every chunk would cost more than a chunk."""
-_PATIENCE_S = 0.01
-"""How long the training loop waits before it tells the engine which chunk it is waiting for."""
-_SHORTEST_LOOK_S = 0.001
-"""Pause between checks for a silent source; with less, a `linger_s` of 0 would keep a processor busy."""
-_SHORTEST_WAIT_S = 0.0001
-"""A shorter wait is just an item's hand-over; its cause is not determined, since there are thousands per second."""
+_LOW = 0.6  # backlog at which the feeding thread is woken; waking it for every chunk would cost more than a chunk
+_PATIENCE_S = 0.01  # how long the training loop waits before it tells the engine which chunk it needs
+_SHORTEST_LOOK_S = 0.001  # pause between checks of a silent source; with 0, a `linger_s` of 0 would spin
+_SHORTEST_WAIT_S = 0.0001  # shorter waits are an item's hand-over, thousands per second; their cause is not determined
 
 
 class Epoch:
     """An iterator over items whose chunks are done. Closing it drops pending requests.
 
-    The feeding thread reads from `source` only while fewer chunks are open than the teachers can use, and less memory
-    is held than the session allows; if answers are larger than estimated, requests are cancelled. While the source
-    produces the next value, the thread lends out the cutter. If the training loop then waits for a partly filled
-    request, and the source has been silent for `linger_s`, the training loop's thread seals and sends the request.
+    The feeding thread reads `source` only while fewer chunks are open than the teachers can use, and less memory is
+    held than the session allows. While the source produces a value, the thread lends out the cutter. If the training
+    loop waits for a partly filled request, and the source has been silent for `linger_s`, the loop's thread sends it.
 
-    The session refers to its epoch, and a reader's finalizer refers to the session. So an ended epoch must not hold the
-    user's objects, which may refer to the reader: neither the source (only the thread has it), nor an error raised in
-    the training loop, whose traceback refers to the reader.
+    The session refers to its epoch, and a reader's finalizer to the session. So an ended epoch must not hold objects
+    that may refer to the reader: the source (only the thread has it), or an error raised in the training loop, whose
+    traceback refers to the reader.
 
     `end_source` ends a source that waits for the training loop. `close` calls it, so it must neither wait nor lock.
     """
@@ -157,8 +151,7 @@ class Epoch:
     def start(self, shared: object = None) -> None:
         """Start reading the source, unless the epoch is already closed. `shared`: see `READING`.
 
-        This is separate from `__init__` because the source starts running at once in its own thread. It may use its
-        reader, which must know this epoch by then.
+        This is not part of `__init__`: the source runs at once, and may use its reader, which must know this epoch.
         """
         if not self._closed:
             if shared is not None:
@@ -191,7 +184,7 @@ class Epoch:
             del found  # otherwise this frame, held by the error's traceback, would hold the error: a cycle
 
     def taken(self, item: Item) -> None:
-        """Release an item's memory after its outputs have been read."""
+        """Release an item's memory after its outputs were read."""
         for chunk, start, stop in item.parts:
             chunk.left -= stop - start
             if not chunk.left and chunk in self._open:
@@ -225,10 +218,7 @@ class Epoch:
         return waited_s, source_wait_s(waited_s, source_s, self._source_clock, self._needed)
 
     def close(self) -> None:
-        """Drop pending requests. May be called twice; has no effect in a forked child, whose parent continues.
-
-        It never waits and takes no lock, because the garbage collector may call it at any time.
-        """
+        """Drop pending requests. May be called twice; has no effect in a forked child, whose parent continues."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -250,13 +240,12 @@ class Epoch:
             self._call_limit_answers()
 
     def is_feeding(self) -> bool:
-        """Return whether this is the feeding thread, in which the source runs."""
         return threading.current_thread() is self._feeder
 
     def join(self, timeout_s: float) -> bool:
         """Wait, after `close`, until the feeding thread no longer uses the source; return False if it still does.
 
-        Returns at once in the feeding thread itself, in which a source may close its own reader.
+        Returns at once in the feeding thread, in which a source may close its own reader.
         """
         if self.is_feeding() or os.getpid() != self._pid:
             return True
@@ -294,7 +283,6 @@ class Epoch:
             self._for_loop.wait_for(lambda: self._items or self._fed or self._closed)
 
     def _await(self, chunk: Chunk) -> BaseException | None:
-        """Wait until a chunk is done; return the error if it failed."""
         self._awaited = chunk
 
         def ended() -> bool:
@@ -392,8 +380,7 @@ class Epoch:
     def _set_limits(self, cutter: Cutter, longest: Mapping[int | None, int]) -> None:
         """Tell the cutter the limits of a value's teachers; raise `ClosedError` if the epoch is closed.
 
-        This may wait for the first teacher of a route, or for one that accepts a longer sequence. Earlier rows, whose
-        teachers are connected, are sent first so that they do not wait.
+        This may wait for a teacher. Earlier rows, whose teachers are connected, are sent first.
         """
         labeller = self._labeller
         for route, rows in longest.items():
@@ -423,7 +410,6 @@ class Epoch:
                 return not self._closed
 
     def _end(self, failure: BaseException | None) -> None:
-        """Stop feeding, because the source has ended or failed."""
         if failure is not None:
             self._failure = failure
             self._drop_unsent()
@@ -473,8 +459,8 @@ class Epoch:
     def _next_chunk(self, cutter: Cutter, unsent: list[Chunk]) -> Chunk | None:
         """Wait for room for the first of these chunks, then remove and return it; return None if the epoch is closed.
 
-        The chunk that the training loop waits for is sent first, even if partly filled. With several routes, a request
-        may fill up before an earlier one.
+        The chunk that the training loop waits for goes first, even if partly filled: with several routes, a later
+        request may fill up before it.
         """
         while not self._closed:
             awaited = self._awaited
@@ -498,7 +484,6 @@ class Epoch:
         return None
 
     def _awaits_other(self, chunk: Chunk, before: Chunk | None) -> bool:
-        """Return whether the training loop now waits for a different unsent chunk."""
         awaited = self._awaited
         return awaited is not None and awaited is not before and awaited is not chunk and not awaited.sent
 
@@ -519,15 +504,13 @@ class Epoch:
             self._answers_nbytes += surplus_nbytes
             if surplus_nbytes > 0 and self.nbytes > self._labeller.memory_bytes:
                 self._call_limit_answers()
-        # A waiting thread sets `_awaited` before it checks the condition, so this check misses none. Usually no thread
-        # has to be woken.
+        # A waiting thread sets `_awaited` before it checks the condition, so this check misses none.
         awaited = self._awaited
         if awaited is not None and awaited.done:
             self._for_loop.notify()
         self._wake_feeder()
 
     def _limit_answers(self) -> None:
-        """Limit the pending requests, after answers were larger than estimated."""
         needed = None
         while not self._closed and needed is not self._needed:  # the training loop may have changed it meanwhile
             needed = self._needed

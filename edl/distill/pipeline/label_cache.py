@@ -1,8 +1,4 @@
-"""A reader's use of the soft-label cache: labels are looked up before teachers are asked, and stored afterwards.
-
-A `CacheQueue` writes answers to the cache in its own thread, so that training never waits for a disk. The queue has a
-limit in bytes. Rows beyond it are dropped and counted, and requested again in the next epoch.
-"""
+"""Looks labels up in the soft-label cache before teachers are asked, and stores answers afterwards."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from edl.protocol.tensors import Array
 logger = logging.getLogger("edl.distill")
 
 _MOST_SEEN = 1 << 16
-"""Number of ids whose inputs are remembered, in about 8 MB. Ids shared by several samples repeat among the first."""
+"""Ids whose inputs are remembered, in about 8 MB. Ids shared by several samples repeat among the first."""
 _MOST_ELEMENTS = 512
 """Elements of a row to compare: this takes a tenth of the time of hashing one row in 16."""
 
@@ -50,7 +46,7 @@ class SeenInputs:
         self._seen: dict[Any, int] = {}  # hash of the inputs by id
 
     def check(self, ids: Sequence[Any], inputs: Mapping[str, Array]) -> None:
-        """Check that rows have the same inputs as before under their ids; raise `SettingsError` if not."""
+        """Raise `SettingsError` if rows have other inputs than before under their ids."""
         total: Array = np.zeros(len(ids), np.uint64)
         for seed, (_, array) in enumerate(sorted(inputs.items())):
             rows = array.reshape(len(ids), -1)
@@ -81,8 +77,7 @@ def _weights(seed: int, count: int) -> Array:
 class ServiceLabels:
     """The labels of a service in the cache: their key without the model's version, and how to look them up.
 
-    `service` is the one of `CacheKey`, and `weights_versions` the versions that the service's teachers declared to be
-    hashes of the weights.
+    `weights_versions`: the versions that the service's teachers declared to be hashes of the weights.
     """
 
     def __init__(
@@ -115,7 +110,6 @@ class ServiceLabels:
         )
 
     def view(self, spec: ModelSpec) -> CacheView:
-        """Return the view of a model's labels."""
         view = self._views.get((spec.name, spec.version))
         if view is None:
             view = self._views[spec.name, spec.version] = self.config.cache.view(self.key(spec, spec.version))
@@ -137,13 +131,10 @@ class ServiceLabels:
 
 
 class OfflineLabels:
-    """All labels of a student without teachers.
+    """All labels of a student without teachers, from the only view in the cache that matches the specification.
 
-    They are from the only view in the cache that matches the specification. Without a dtype in `output_spec` any dtype
-    matches, but labels with exactly the same specification are preferred.
-
-    Raises:
-        SettingsError: There are no matching labels, or they are from several models or versions.
+    Without a dtype in `output_spec`, any dtype matches, but an exact match is preferred. Raises `SettingsError` if no
+    labels match, or those of several models or versions.
     """
 
     def __init__(self, config: CacheConfig, output_spec: OutputSpec) -> None:
@@ -178,7 +169,7 @@ class OfflineLabels:
         )
 
     def look_up(self, chunk: Chunk) -> Outputs:
-        """Return the labels of all rows of a chunk; raise `NoTeacherError` if one is missing."""
+        """Return the labels of a chunk; raise `NoTeacherError` if one is missing."""
         assert chunk.ids is not None
         if chunk.lengths is None:
             self._seen.check(as_ids(chunk.ids), chunk.fields)
@@ -198,10 +189,7 @@ class OfflineLabels:
 def _sequence_ids(
     chunk: Chunk, fields: Mapping[str, Array], position: str, inputs: Sequence[str] | None = None
 ) -> SequenceIds:
-    """Return the ids to look up a chunk's sequences.
-
-    `inputs`: names of the inputs that the cached labels belong to; None for all of `fields`.
-    """
+    """Return the ids to look up. `inputs`: names of the cached labels' inputs; None for all of `fields`."""
     assert chunk.ids is not None
     assert chunk.lengths is not None
     sent = {name: array for name, array in fields.items() if name != position and (inputs is None or name in inputs)}
@@ -236,9 +224,9 @@ class CacheMiss:
         return int((~self.found.row_mask).sum())
 
     def store(self, outputs: Outputs, version: str) -> None:
-        """Store the outputs of the missing rows under the version of their answer, except rows already stored.
+        """Store the missing rows' outputs under the version of their answer.
 
-        These exist if that version differs from the one looked up, and would be rewritten in every epoch.
+        If that is not the version looked up, rows already stored are skipped, or each epoch would rewrite them.
         """
         ids = self.ids
         if self.view is not None and version == self.spec.version:
@@ -252,22 +240,20 @@ class CacheMiss:
             view.put(_select_ids(ids, is_new), {name: output[rows] for name, output in outputs.items()})
 
     def completed(self, answer: Outputs) -> Outputs:
-        """Return the outputs of all rows, from the cache and the answer."""
         return dict(self.found.filled(answer)) if self.found.outputs else answer
 
 
-_SETTLE_S = 60.0
-"""How long the start of an epoch, or `close`, waits for a disk. With more, training would hang unnoticed."""
-
-_ENTRY_NBYTES = 512
-"""Memory of an answer in addition to its arrays. Without counting it, the number of tiny answers would be unbounded."""
-_IDLE_S = 3600.0
-"""How long the thread waits without work; `put` and `close` wake it."""
+_SETTLE_S = 60.0  # how long the start of an epoch, or `close`, waits for a disk, so that no hang goes unnoticed
+_ENTRY_NBYTES = 512  # memory of an answer besides its arrays; otherwise tiny answers would be unbounded in number
+_IDLE_S = 3600.0  # how long the thread waits without work; `put` and `close` wake it
 
 
 class CacheQueue:
-    """A thread that stores answers in the cache, and its queue, which holds `limit_bytes` or a single larger answer."""
+    """Stores answers in the cache in a thread, so that training never waits for a disk.
 
+    The queue holds `limit_bytes`, or a single larger answer. Rows beyond it are dropped, counted, and requested again
+    in the next epoch.
+    """
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.queued_bytes = 0  # bytes of the queued answers, including the one being stored
@@ -279,10 +265,7 @@ class CacheQueue:
         self._loop = BackgroundLoop("edl-cache", self._store_next)
 
     def put(self, missing: CacheMiss, outputs: Outputs, version: str) -> None:
-        """Queue the outputs of missing rows, without waiting. An answer without a version cannot be stored.
-
-        If the disk cannot keep up, rows are dropped and requested again later.
-        """
+        """Queue the outputs of missing rows, without waiting. An answer without a version cannot be stored."""
         if not version:
             self.count_dropped(missing.rows)
             return
@@ -307,7 +290,7 @@ class CacheQueue:
             self.dropped_rows += rows
 
     def drain(self) -> bool:
-        """Wait for up to a minute until all queued rows are in the cache; return whether they are."""
+        """Wait up to a minute for the queue to empty; return whether it has."""
         with self._changed:
             settled = self._changed.wait_for(lambda: not self.queued_bytes, _SETTLE_S)
         if not settled:
@@ -325,7 +308,7 @@ class CacheQueue:
         self._loop.wait_ended(_SETTLE_S)
 
     def _store_next(self) -> float | None:
-        """Store an answer, in the thread; return the seconds until the next, None at the end."""
+        """Store an answer; return the seconds until the next, None at the end."""
         with self._changed:
             if not self._entries:
                 return None if self._closing else _IDLE_S

@@ -1,8 +1,4 @@
-"""`LabelSession`, which runs a reader's epochs one after the other over shared connections, and closes both.
-
-For scaling (docs/scaling.md), it publishes how many rows the reader requests from each service, and how long training
-waits.
-"""
+"""Runs a reader's epochs one after the other over shared connections, and publishes its load for scaling."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ logger = logging.getLogger("edl.distill")
 def load_publishers(
     labeller: ChunkLabeller, open_wait: Callable[[], tuple[float, float]], settings: LoadSettings
 ) -> list[LoadPublisher]:
-    """Start publishing a reader's load: a record for each of its services, in that service's discovery."""
+    """Start publishing a load record for each service, in that service's discovery."""
     if not settings.publish:
         return []
     sources: dict[str, list[LoadSource]] = defaultdict(list)
@@ -57,8 +53,7 @@ def _source(
     def read() -> Mapping[str, float]:
         """Return counters that never decrease.
 
-        The order matters: a wait that ends between the two reads is missing now and counted next time. In the reverse
-        order it would be counted twice, permanently.
+        A wait that ends between the two reads is counted next time; in the reverse order it would be counted twice.
         """
         nonlocal label_s, total_source_s
         waited_s, source_s = labeller.wait_s, labeller.source_wait_s
@@ -75,10 +70,8 @@ def _source(
 
 
 _SOURCE_STOP_S = 5.0
-"""How long `close` waits until the source is no longer in use: longer than loading a batch, and shorter than a
-scheduler's grace period."""
-_SAY_AFTER_S = 5.0
-"""How long to wait for a busy source before a warning: when a person begins to wonder."""
+"""How long `close` waits for the source: longer than loading a batch, shorter than a scheduler's grace period."""
+_SAY_AFTER_S = 5.0  # how long to wait for a busy source before a warning
 
 
 class LabelSession:
@@ -150,10 +143,7 @@ class LabelSession:
         return epoch
 
     def labelled(self, epoch: Epoch) -> Generator[tuple[Item, list[Any]], None, None]:
-        """Yield the items of an epoch with their labels: an array or `TopK` for each output of each service.
-
-        An empty list of samples has no labels.
-        """
+        """Yield items with labels: an array or `TopK` per output of each service; none for an empty list."""
         request = self.labeller.request
         combiner = request.combiner()
         try:
@@ -223,14 +213,14 @@ class LabelSession:
 def open_session(request: LabelRequest, keep: Callable[[LabelSession], object]) -> None:
     """Open a session and pass it to `keep`, which ensures that it is closed.
 
-    A signal handler may raise between any two lines of the main thread, and a half-opened session would then run
-    forever. So another thread does both, and this waits for it.
+    Another thread does both: in the main thread, a signal handler may raise between any two lines, and leave a
+    half-opened session running forever.
     """
     start_call("edl-open", lambda: keep(LabelSession(request))).result()
 
 
 def _has_one_iterator(source: object) -> bool:
-    """Return whether each `iter` of a source returns the same iterator, like a loader with persistent workers.
+    """Return whether every `iter` of a source returns the same iterator, like a loader with persistent workers.
 
     Generators do not count: they end with the first epoch that reads them.
     """
@@ -238,8 +228,7 @@ def _has_one_iterator(source: object) -> bool:
     return bool(persistent) or (isinstance(source, Iterator) and not isinstance(source, Generator))
 
 
-_OPEN_SESSIONS: set[LabelSession] = set()
-"""Sessions to close when the program ends."""
+_OPEN_SESSIONS: set[LabelSession] = set()  # to close when the program ends
 
 
 @atexit.register

@@ -82,12 +82,11 @@ class Item:
 class ReuseDetector:
     """Detects a source that refills the memory of an item while the training loop uses it.
 
-    If the training loop is faster than a source that reuses a single buffer, the source overwrites the item in use. A
-    changed item alone is not an error, because the training loop may modify it in place. It is one if the source yields
-    the same memory, list or dictionary again.
+    A changed item alone is not an error, because the training loop may modify it in place. It is one if the source
+    yields the same memory, list or dictionary again.
 
-    There is no lock: `begin_draw` and `check_drawn` are for the feeding thread, `release` and `check_delivered` for the
-    training loop's thread, and `clear` for any.
+    There is no lock: the feeding thread calls `begin_draw` and `check_drawn`, the training loop's thread `release` and
+    `check_delivered`, and any thread `clear`.
     """
 
     def __init__(self) -> None:
@@ -100,7 +99,7 @@ class ReuseDetector:
         self._at_work = True
 
     def check_drawn(self, item: Item) -> None:
-        """Check that a new item does not share changed memory with items in use."""
+        """Raise if a new item shares changed memory with items in use."""
         current = self._current  # read before `_released`, to which `release` adds it before clearing `_current`
         earlier = [*self._released, *([current] if current is not None else [])]
         self._at_work = False

@@ -1,13 +1,10 @@
 """Cuts the user's data into requests: gathers samples and sequences, splits batches, and tracks rows.
 
-A `Cutter` reads the values of one kind of source. A request is for one service: if samples differ in their teachers, a
-`Router` finds each one's service, and each route has its own `Gatherer`, so items keep the source's order.
+A `Cutter` reads one kind of source. A request is for one service: a `Router` finds each sample's service, and each
+route has its own `Gatherer`, so items keep the source's order.
 
 A sequence of T tokens is T rows. Row t holds token t and the teacher's prediction of token t + 1; the last row predicts
 the token after the end. Several sequences fill a request, and none is split.
-
-There are no threads and no network here. A value that cannot be sent raises a `SourceError` that names the item, the
-field and the remedy.
 """
 
 from __future__ import annotations
@@ -37,13 +34,12 @@ _MASK = "tokens"  # the user's argument for the mask
 _REQUESTS_WAITING = 4  # requests that a teacher's queue should hold, so that the next one is always ready
 _MOST_OVERTAKING = 4
 """How many full requests of other services may overtake a partly filled one. Readers keep at least eight open, so it
-still has the time of four before the training loop needs it. With fewer, requests of rare routes would hold a row or
-two."""
+is still sent in time. With fewer, requests of rare routes would hold a row or two."""
 
 Getter = Callable[[Any], Any]
 Prepare = Callable[[Mapping[int | None, int]], None]
-"""Called before a value's rows are put into requests, with the rows of the longest sequence by route (0 if the rows are
-not sequences). It sets the teachers' limits in the gatherers."""
+"""Sets the teachers' limits in the gatherers before a value's rows are put into requests. Called with the rows of the
+longest sequence by route (0 if the rows are not sequences)."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +50,10 @@ class Router:
     routes: Mapping[Any, int]  # the service's number by value; `None` covers all other values
 
     def of_sample(self, sample: Any, what: str) -> int:
-        """Return the number of the service that labels a sample."""
         return self._route(_plain(self._found(sample, what)), what)
 
     def of_batch(self, batch: Any, rows: int, what: str) -> list[int]:
-        """Return, for each row, the number of the service that labels it."""
+        """Return the service's number for each row."""
         found = _plain(self._found(batch, what))
         if not isinstance(found, list | tuple):
             if not self._is_value(found):
@@ -90,7 +85,7 @@ class Router:
         return found
 
     def _is_value(self, value: Any) -> bool:
-        """Return whether this is a field's value; anything else is an error and does not match "all other values"."""
+        """Return whether this is a field's value; anything else is an error, even with a route for other values."""
         if isinstance(value, float):
             return not math.isnan(value)
         return value is None or isinstance(value, str | bytes | int) or type(value) in map(type, self.routes)
@@ -102,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def _found_by(getter: Getter, value: Any, finder: str, missing: str) -> Any:
-    """Return what a user's function finds. Its `StopIteration` would end the epoch, so it becomes an error."""
+    """Call a user's function, whose `StopIteration` would end the epoch, so it becomes an error."""
     try:
         return getter(value)
     except StopIteration as exc:
@@ -160,7 +155,7 @@ class Gatherer:
         return min(most, self.fit(fields) or most)
 
     def add(self, unit: _Unit) -> tuple[tuple[Chunk, int, int], list[Chunk]]:
-        """Add rows to the open request; return where they are, and the requests that are now full."""
+        """Add rows to the open request; return their place, and the requests that are now full."""
         ready: list[Chunk] = []
         if self._cutter.of_sequences:
             self._full = self._tokens_like(unit)
@@ -202,7 +197,6 @@ class Gatherer:
         return min(filter(None, (self._cutter.chunk_rows or usual, self.max_rows, fitting)))
 
     def seal(self) -> list[Chunk]:
-        """Seal the open request; return it, if it has rows."""
         self.overtaken = 0
         chunk = self.open
         if not chunk.rows:
@@ -223,8 +217,7 @@ class Gatherer:
 class Cutter(abc.ABC):
     """Turns the values of a source into items and chunks that are ready to send.
 
-    `chunk_rows` is None for a suitable number of rows that all teachers accept, `ids` is None without a cache, and
-    `router` if all services label everything. `routes` holds the gatherer of each route (key None without a router).
+    `chunk_rows` is None for the default size. `routes` holds the gatherer of each route (key None without a router).
     """
 
     usual_rows: int  # largest number of rows in a request if the user sets none
@@ -289,7 +282,6 @@ class Cutter(abc.ABC):
     def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
         missing = f"{what} of the source has no field for input {name!r}"
         return _found_by(getter, value, f"what finds input {name!r} in {what}", missing)
-
     def _get_id(self, value: Any, what: str) -> Any:
         if self.ids is None:
             return None
@@ -311,7 +303,6 @@ class BatchCutter(Cutter):
     usual_rows = 256  # a quarter of what `edl serve` queues, and four times what it computes at once
 
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
-        """Cut a batch, whose rows may belong to several routes."""
         what = f"batch {self.seen}"
         fingerprint, fields = self._read_fields(value, what)
         rows = _common_rows(fields, what)
@@ -337,7 +328,6 @@ class BatchCutter(Cutter):
     def _split(
         self, route: int | None, fields: Mapping[str, Array], ids: Sequence[Any] | None, routes: Sequence[int | None]
     ) -> list[Chunk]:
-        """Return the requests for a route's rows, in row order."""
         if set(routes) != {route}:
             mine = [row for row, each in enumerate(routes) if each == route]
             fields = {name: array[mine] for name, array in fields.items()}
@@ -445,7 +435,6 @@ class PaddedBatchCutter(SequenceCutter):
         self._mask = mask
 
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
-        """Cut a batch; each of its sequences with tokens becomes a part of the item."""
         what = f"batch {self.seen}"
         mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may have the same name
         fingerprint, arrays = self._read_fields(value, what, {**self.getters, mask_name: self._mask})
@@ -491,7 +480,7 @@ class SequenceColumnsCutter(SequenceCutter):
 
 
 def _merged(places: Iterable[tuple[Chunk, int, int]]) -> list[tuple[Chunk, int, int]]:
-    """Return where rows are; adjacent rows in a request become one part."""
+    """Merge places that are adjacent in a request."""
     parts: list[tuple[Chunk, int, int]] = []
     for chunk, start, stop in places:
         if parts and parts[-1][0] is chunk and parts[-1][2] == start:

@@ -1,10 +1,10 @@
 """Detects whether an item changed between the sending of its rows to the teachers and its delivery.
 
 A source runs ahead of the training loop. If it refills a buffer, or puts other arrays into the same list, the training
-loop gets a different input than the teacher saw. So an item's contents are summarized when it is cut into requests, and
-checked when it is delivered. Small arrays are copied. For arrays up to 1 MiB, the sums of 509 columns are kept, which
-cover every byte; for larger arrays, a word from a random position in each of 384 equal pieces, many of which differ in
-a refilled buffer. Of an object of an unknown type, the attributes that are arrays or tensors are checked.
+loop gets a different input than the teacher saw. So an item's contents are summarized when it is cut, and checked at
+delivery. Small arrays are copied. For arrays up to 1 MiB, the sums of 509 columns cover every byte; for larger ones, a
+word is read from a random position in each of 384 equal pieces. Objects of unknown types are checked by their
+attributes that are arrays or tensors.
 """
 
 from __future__ import annotations
@@ -59,15 +59,14 @@ def _weight_of_objects(array: Array) -> int:
     return sum(len(element) + OBJECT_NBYTES for element in array.flat)
 
 
-_SMALL_NBYTES = 32 << 10
-"""Bytes that are copied in a microsecond or two, faster than any sum."""
+_SMALL_NBYTES = 32 << 10  # copied in a microsecond or two, faster than any sum
 _COLUMNS = 509  # prime, so that swapped rows change columns too; enough for SIMD, and fits in the L1 cache
 _WHOLE_NBYTES = 1 << 20
 """Bytes summed in a tenth of a millisecond. One-hot labels of 256 rows and 1,000 classes, of which only a few words
 differ between batches, are below this size."""
 _WORDS = 384
-"""Words read of a larger array, each a cache miss: twelve in each of 32 images. numpy keeps the GIL while it reads up
-to 500; reacquiring it takes ten times as long."""
+"""Words read of a larger array, each a cache miss. numpy keeps the GIL while it reads up to 500; reacquiring it takes
+ten times as long."""
 
 _random = np.random.default_rng()  # a new seed in each process, so that no data can be crafted for the positions
 
@@ -85,7 +84,6 @@ class Checksum:
         self._found = self._look(data)
 
     def matches(self, array: Array) -> bool:
-        """Return whether an array has the same bytes, as far as they were read."""
         data = _memory(array)
         return data.nbytes == self._nbytes and self._look(data) == self._found
 
@@ -122,8 +120,7 @@ MemoryLocation: TypeAlias = tuple[str, int]
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """A part of an item, with the means to detect a change."""
-
+    """A part of an item."""
     path: KeyPath  # keys and positions that lead to it, for messages
     holder: Any
     is_unchanged: Callable[[], bool]
@@ -132,17 +129,14 @@ class _Part:
 
     @property
     def location(self) -> MemoryLocation:
-        """Its location; parts of two live items have the same location if they share memory."""
+        """Parts of two live items have the same location if they share memory."""
         if self.is_array:
             return "memory", self.holder.__array_interface__["data"][0]
         return "object", id(self.holder)
 
 
 class ItemFingerprint:
-    """A summary of an item's contents, to detect changes.
-
-    `inputs` are the teachers' inputs found in it, by name.
-    """
+    """A summary of an item's contents, to detect changes. `inputs`: the teachers' inputs found in it, by name."""
 
     __slots__ = ("_inputs", "_parts", "_what", "rest_nbytes")
 
@@ -163,13 +157,12 @@ class ItemFingerprint:
         return {part.location for part in self._parts}
 
     def check(self) -> None:
-        """Check that the item has not changed."""
         for part in self._parts:
             if not part.is_unchanged():
                 raise self._error(part)
 
     def check_locations(self, places: Callable[[], Container[MemoryLocation]]) -> None:
-        """Check only the parts in certain locations, like `check`."""
+        """Check only the parts in these locations."""
         for part in self._parts:
             if part.costly:
                 if part.location in places() and not part.is_unchanged():

@@ -18,18 +18,15 @@ from typing import Any, NoReturn
 from edl.errors import SourceError
 
 _FRAMEWORKS = ("torch", "paddle")
-_APPLIES = ("builtins", "itertools")
-"""Modules of iterators that may call user functions, and have no frame of their own in a traceback."""
-_REPLACED = (itertools.chain, type(iter(int, 1)))
-"""Types of iterators that end at a user function's `StopIteration`, and are replaced here."""
+_APPLIES = ("builtins", "itertools")  # modules of iterators that may call user functions without a frame of their own
+_REPLACED = (itertools.chain, type(iter(int, 1)))  # types that end at a user function's `StopIteration`
 
 
 class SourceIterator(Iterator[Any]):
     """An iterator over a user's source that distinguishes its end from a `StopIteration` raised inside it.
 
-    A PyTorch `DataLoader` without workers draws its order from torch's global generator when its first batch is read.
-    That batch is read at once, in the caller's thread: in another thread, its draw would race with training's own
-    draws, and the same seed would give a different order.
+    The first batch of a PyTorch `DataLoader` without workers is read at once, in the caller's thread: it draws the
+    order from torch's global generator, and would otherwise race with training's draws.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
@@ -141,10 +138,7 @@ def _returned_by(function: Callable[[], Any], sentinel: object) -> Iterator[Any]
 
 
 def _batches_of(source: Any) -> int | None:
-    """Return how many batches a framework's `DataLoader` yields; None if its length may be a guess.
-
-    It is a guess with the user's own samplers.
-    """
+    """Return how many batches a framework's `DataLoader` yields; None with the user's own samplers, which may guess."""
     if type(source).__name__ != "DataLoader" or not _is_framework(source):
         return None
     batches = getattr(source, "batch_sampler", None)
@@ -184,12 +178,9 @@ def _came_through_fetching(traceback: TracebackType | None) -> bool:
 
 
 class Handover:
-    """An iterator over values from another thread, which ends it by `end` or `close`.
+    """An iterator over values from another thread, which reads the source `given` and ends this by `end` or `close`.
 
     The garbage collector may close it in the middle of any function, which `SimpleQueue.put` permits.
-
-    Args:
-        given: The user's source, which the other thread reads.
     """
 
     def __init__(self, given: object) -> None:

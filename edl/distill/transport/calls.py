@@ -1,8 +1,7 @@
 """Calls a teacher's server over gRPC, and inspects the server and its model before the first request.
 
 A server's answers are not trusted. gRPC decompresses messages before this program sees them, so a few hundred bytes
-could become gigabytes here. So compression is off, and a channel accepts messages only up to the largest possible
-answer.
+could become gigabytes. So compression is off, and a channel accepts messages only up to the largest possible answer.
 
 W3C Trace Context (https://www.w3.org/TR/trace-context/): `traceparent` is `00-TRACE-PARENT-FLAGS`, of 32, 16 and 2
 hexadecimal digits. A request's id also has 16, so that it can be used as a span id.
@@ -70,10 +69,7 @@ def _trace_of(pid: int) -> str:
 
 
 def current_traceparent() -> str:
-    """Return the current OpenTelemetry span of the calling thread; empty if there is none.
-
-    A program without OpenTelemetry has not imported it, so it is not imported here.
-    """
+    """Return the calling thread's OpenTelemetry span, if the program has imported OpenTelemetry; empty without one."""
     get_current_span: Callable[[], object] | None = getattr(
         sys.modules.get("opentelemetry.trace"), "get_current_span", None
     )
@@ -137,8 +133,8 @@ _KINDS = {
     grpc.StatusCode.OUT_OF_RANGE: FailureKind.REJECTED,
 }
 """The kind of failure for each status; `FailureKind.ERROR` for any other."""
+# The teacher refuses every request of this student; a different teacher may answer.
 _ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
-"""The teacher refuses every request of this student; a different teacher may answer."""
 
 
 _NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
@@ -149,8 +145,7 @@ _LONGEST_HINT_S = 60.0
 
 
 class RequestFailed(Exception):
-    """Raised for a failed request or attempt to connect. `failure` describes it."""
-
+    """Raised for a failed request or attempt to connect."""
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
         self.failure = RequestFailure(kind, message, retry_after_s)
         super().__init__(self.failure.message)
@@ -205,8 +200,7 @@ class UnknownModel(RequestFailed):
     """Raised for a server that does not know the model, or its version."""
 
 
-_RESTRICTED = "protocol is restricted"
-"""Triton's message for a restricted method (`--grpc-restricted-protocol`), whose status code is UNAVAILABLE."""
+_RESTRICTED = "protocol is restricted"  # Triton, with `--grpc-restricted-protocol`; the status code is UNAVAILABLE
 
 
 class ServerCalls:
@@ -393,10 +387,7 @@ async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSp
 
 
 def _batch_rows(endpoint: str, model: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """Return the rows that every request must have, 0 for any number: the first size of all tensors, if it is fixed.
-
-    Fixed sizes that differ are not rows, so they raise `TeacherLacks`.
-    """
+    """Return the fixed number of rows of a request, 0 for any: the first size of all tensors; else `TeacherLacks`."""
     first = [tensor.shape[0] if tensor.shape else -1 for tensor in inputs]
     if not first or min(first) < 1:
         return 0
@@ -426,9 +417,9 @@ async def _only_model(calls: ServerCalls, deadline: float) -> str:
 
 
 async def _check_model_ready(calls: ServerCalls, model: str, version: str, deadline: float) -> tuple[str, ...]:
-    """Check that the requested version of the model is ready.
+    """Check that the requested version of the model is ready; return the versions that the server lists.
 
-    Returns the versions that the server lists; none if none is requested.
+    None are listed if none is requested.
     """
     try:
         versions = await _list_versions(calls, model, version, deadline) if version else ()

@@ -1,7 +1,4 @@
-"""Sends requests to an EDL teacher over the tensor channel (`edl.protocol.frames`), at a fraction of gRPC's cost.
-
-Answers arrive in any order and are matched by number. The contents of requests and answers are handled elsewhere.
-"""
+"""Sends requests to an EDL teacher over the tensor channel (`edl.protocol.frames`), at a fraction of gRPC's cost."""
 
 from __future__ import annotations
 
@@ -39,8 +36,7 @@ from edl.protocol.transport import grpc
 
 logger = logging.getLogger("edl.distill")
 
-Body: TypeAlias = tuple[bytes, list[memoryview]]
-"""An answer's header, serialized, and its tensors."""
+Body: TypeAlias = tuple[bytes, list[memoryview]]  # an answer's header, serialized, and its tensors
 Done: TypeAlias = Callable[[Body | RequestFailure | None], None]
 """Called once, on the event loop, with the result of a request, or None if it was cancelled."""
 
@@ -61,10 +57,7 @@ class _PendingRequest:
 
 
 class TensorChannel:
-    """An open tensor channel. Used on the event loop.
-
-    Requests have neither their own task nor their own timer, which would cost a loop iteration each.
-    """
+    """An open tensor channel. Requests have no task or timer of their own, which would cost a loop iteration each."""
 
     def __init__(self, sock: Socket, calls: ServerCalls, ids: RequestIds) -> None:
         self._endpoint = calls.endpoint
@@ -85,8 +78,7 @@ class TensorChannel:
     def start(self, header: bytes, raw: Sequence[Buffer], timeout_s: float, done: Done) -> str:
         """Send a request; return its id, for `cancel`.
 
-        `raw`, the request's tensors, is read until `done` is called. `done` is not called before this returns; it gets
-        LOST if the channel ends.
+        `raw`, the tensors, is read until `done` is called: after this returns, with LOST if the channel ends.
         """
         request_id = next(self._ids)
         deadline = self._loop.time() + timeout_s
@@ -100,11 +92,7 @@ class TensorChannel:
         self._drop(int(request_id, 16), None)
 
     async def infer(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> Body:
-        """Send a request like `start`, and wait for the answer. Cancelling cancels the request.
-
-        Raises:
-            RequestFailed: The request failed; LOST if the channel ends.
-        """
+        """Send a request like `start`, and wait for the answer; raise `RequestFailed`. Cancelling cancels it."""
         if self.broken:
             raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: the connection has ended")
         future: asyncio.Future[Body | RequestFailure | None] = self._loop.create_future()
@@ -123,7 +111,6 @@ class TensorChannel:
         self._socket.close("the connection was closed")
 
     def _drop(self, number: int, failure: RequestFailure | None) -> None:
-        """End a request that got no answer."""
         request = self._waiting.pop(number, None)
         if request is not None:
             if not self._socket.withdraw(request.frame):
@@ -216,9 +203,7 @@ class TensorChannel:
 async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> TensorChannel:
     """Open a tensor channel to the server that answers `calls`, which must have `names.EXTENSION_CHANNEL`.
 
-    Raises:
-        RequestFailed: The server refuses it, cannot be reached within two seconds, or is not the one that issued the
-            token.
+    Raises `RequestFailed` if the server refuses it, cannot be reached within two seconds, or did not issue the token.
     """
     deadline = min(deadline, time.monotonic() + _OPEN_S)
     where = "opening one"
@@ -256,10 +241,7 @@ async def _connect(host: str, port: int, shake_hands: Callable[[int, Any], Await
 async def _shake_hands(
     opened: list[socket.socket], token: bytes, proof: bytes, certificate: bytes, family: int, address: Any
 ) -> Socket:
-    """Return a connection, with TLS if there is a certificate with this SHA-256.
-
-    The teacher sent the hash over gRPC, where the certificate's names and issuer were checked.
-    """
+    """Return a connection, with TLS for a `certificate`, whose SHA-256 the teacher sent over verified gRPC."""
     plain = socket.socket(family, socket.SOCK_STREAM)
     opened.append(plain)
     plain.setblocking(False)

@@ -1,9 +1,8 @@
 """`TeacherClient`, the connection to a teacher that sends requests and receives answers.
 
-Requests to an EDL teacher use the tensor channel. Requests to other servers, or if the channel's port cannot be
-reached, are gRPC calls of KServe v2. Tensors are in shared memory if the server is on this host, otherwise in the
-message. A request that fails in shared memory is resent: after registering the memory again, if the server lost it, or
-in a message. Every error is a `RequestFailure` for the dispatcher.
+Requests to an EDL teacher use the tensor channel. If its port is unreachable, or for other servers, they are gRPC calls
+of KServe v2. Tensors are in shared memory if the server is on this host, otherwise in the message. A request that fails
+in shared memory is resent, in a message or after the memory is registered again. Every error is a `RequestFailure`.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ logger = logging.getLogger("edl.distill")
 _PLACEHOLDER_ID = "-" * 16  # an EDL server recognizes a request's header if nothing in it is new
 _TRY_AGAIN_S = 30.0  # between two attempts to open a channel
 _ABOUT_REQUEST = (FailureKind.REJECTED, FailureKind.ERROR)
-_MOST_HEADERS = 1024
-"""Number of cached request headers, one per shape and slot of shared memory."""
-_MOST_ANSWER_HEADERS = 64
-"""Number of answer headers recognized by their bytes: requests of one shape have one; more would only use memory."""
+_MOST_HEADERS = 1024  # cached request headers, one per shape and slot of shared memory
+_MOST_ANSWER_HEADERS = 64  # answer headers recognized by their bytes; requests of one shape have one
 _LONGEST_HEADER = 4096  # bytes of the longest answer header worth remembering
 _FLOATING = ("FP16", "FP32", "FP64", "BF16")  # the types that `dtype` converts
 
@@ -124,12 +121,7 @@ class TeacherClient:
         return self._replies.spec
 
     async def open(self, timeout_s: float) -> ModelSpec:
-        """Connect, check that the server is ready, and fetch its model's metadata.
-
-        Raises:
-            RequestFailed: LOST if the server cannot be reached or is not ready.
-            TeacherLacks: It lacks the model, does not list its models, or requires a token that this student lacks.
-        """
+        """Connect, check that the server is ready, and fetch its model's metadata; raise errors as `probe_model`."""
         deadline = time.monotonic() + timeout_s
         self._calls.authorize()
         spec = await probe_model(self._calls, self.output_spec, deadline)
@@ -186,8 +178,6 @@ class TeacherClient:
 
         `done` is called once, after this returns: with the outputs (read-only [rows, ...], or `TopK` if
         `output_spec.top_k` is set), with a failure, or with None if the request was cancelled.
-
-        Most requests use the channel without their own task, which saves event loop iterations.
         """
         request = _Request(payload, timeout_s, time.monotonic() + timeout_s, done)
         self._requests.add(request)
@@ -297,8 +287,8 @@ class TeacherClient:
     async def _send(self, request: _Request, failure: RequestFailure | None = None) -> Reply:
         """Send a request as a gRPC call, or with shared memory that the server does not know yet.
 
-        With `failure`, the request has already failed in shared memory. If the teacher has lost the memory, it is
-        registered again once. Otherwise, or if that fails, the tensors are sent in the message.
+        With `failure`, it has already failed in shared memory. If the teacher has lost the memory, it is registered
+        again once. Otherwise, or if that fails, the tensors are sent in the message.
         """
         # Once the channel has ended, a different server without our regions may be at this address.
         is_lost = self._closed or (self._channel is not None and self._channel.broken)
@@ -462,8 +452,8 @@ class ReplyReader:
     def _version(self, named: str) -> str:
         """Return an answer's version, given the version that it names; empty if unknown.
 
-        gRPC reconnects by itself, perhaps to a server that took over the address, and a foreign server may load a new
-        version while it serves, or have several. EDL's own servers name the same version here as in their metadata.
+        gRPC may reconnect to a server that took over the address, and a foreign server may load a new version while it
+        serves, or have several. EDL's own servers name the version in their metadata.
         """
         asked, expected = self._output_spec.version, self.spec.version
         unnamed = not named and not self.spec.versions and bool(asked)  # `version=` replaces it

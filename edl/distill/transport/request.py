@@ -67,10 +67,7 @@ def _as_wanted(array: Array, wanted: TensorMetadata, model: str) -> Array:
 
 
 def _to_bfloat16(array: Array) -> Array:
-    """Return numbers [rows, ...] as bfloat16 of dtype `BFLOAT16`; overflows become infinite.
-
-    float32 values are rounded to nearest, ties to even, as in torch.
-    """
+    """Return numbers [rows, ...] as bfloat16, rounded to nearest, ties to even, as in torch; overflows become inf."""
     single = np.ascontiguousarray(array, "<f4").reshape(array.shape)
     bits = single.view("<u4")
     upper = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
@@ -82,8 +79,7 @@ def _to_bfloat16(array: Array) -> Array:
 def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
     """Return the first value that a conversion to a datatype changed, None if there is none.
 
-    Floating-point numbers may lose digits that the smaller type cannot hold, even all of them if too small for it, but
-    none may become infinite.
+    Floating-point numbers may lose digits, even all of them if too small for the type, but none may become infinite.
     """
     # numpy calls 64-bit integers safe in FP64, which has 53 bits for them.
     large = array.dtype.kind in "iu" and array.dtype.itemsize == 8
@@ -115,7 +111,6 @@ def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
 @dataclass
 class Payload:
     """The input tensors of a request, ready to send to any teacher of a service."""
-
     rows: int  # number of rows to label
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
     # the user's own arrays, or views of a slot of shared memory. A message is built from them only when it is sent, so
@@ -135,9 +130,9 @@ class Payload:
     def of(
         cls, arrays: Mapping[str, Array], arena: Arena | None, *, copy: bool = False, batch_rows: int = 0
     ) -> Payload:
-        """Return a payload of arrays [rows, ...]. With an arena, they are copied into its shared memory if they fit.
+        """Return a payload of arrays [rows, ...], copied into the arena's shared memory if they fit.
 
-        `arena`: shared memory, or None. `batch_rows`: number of rows to pad to, if there are fewer.
+        `batch_rows`: number of rows to pad to, if there are fewer.
         """
         rows = next(iter(arrays.values())).shape[0]
         padding = max(batch_rows - rows, 0)

@@ -1,10 +1,10 @@
-"""Descriptions of requests, models and answers, and the choice of a request's priority. Values and decisions only.
+"""Descriptions of requests, models and answers, and the choice of a request's priority.
 
 Triton's extension "schedule_policy" has a request parameter `priority`: 1 is the highest, larger numbers are lower, and
 0, or a number beyond the model's `priority_levels`, is the model's default
 (https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_schedule_policy.html).
-A server does not interrupt a running batch, so even a request of the highest priority waits for a batch of ours. This
-is why `choose_priority` also limits rows and requests.
+A server does not interrupt a running batch, so even a request of the highest priority waits for a batch of ours. So
+`choose_priority` also limits rows and requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RequestPriority:
 
 
 def check_priority(priority: object) -> None:
-    """Check that a value is a priority."""
+    """Raise `SettingsError` unless a value is a priority."""
     number = isinstance(priority, int) and not isinstance(priority, bool) and 1 <= priority < _MOST_LEVELS
     if not number and not (isinstance(priority, str) and priority in _WORDS):
         raise SettingsError(f"priority={priority!r}: must be 'lowest', 'default', 'auto', or a level from 1 up")
@@ -58,9 +58,9 @@ def choose_priority(
     """Return the priority of requests to a model.
 
     `wanted`: "auto" for the lowest level if the model has levels, else no priority; "lowest" to borrow the server from
-    its own clients, with few rows and few requests at a time; "default" to be an ordinary client; or a level. `levels`:
-    `dynamic_batching.priority_levels` of the model's configuration, 0 if unknown. `max_batch`: the most rows that the
-    model takes at once, 0 if unknown. `instances`: number of model instances, 0 if unknown.
+    its own clients, with few rows and few requests at a time; "default" to be an ordinary client; or a level. 0 is
+    unknown: for `levels`, `dynamic_batching.priority_levels` of the model's configuration; `max_batch`, the most rows
+    that the model takes at once; and `instances`, its number of instances.
     """
     levels = min(levels, _MOST_LEVELS - 1) if supported and levels > 1 else 0
     if wanted == "default":

@@ -1,11 +1,8 @@
 """Shared memory to which a student writes its inputs once, and from which teachers on the same host read them.
 
-An `Arena` hands out slots of POSIX shared memory and takes them back. Slots are reused, so their pages are faulted in
-only once. The file of a region stays locked while this process, or a child that it forked, has it mapped. So a locked
-file has a living owner, even in another container with other process ids, and the next reader removes the unlocked
-files of killed processes.
-
-`ShmRegistrations` registers the memory with a teacher, and keeps the names under which the teacher knows it.
+An `Arena` hands out slots of POSIX shared memory, and reuses them, so their pages are faulted in only once. The file of
+a region stays locked while this process, or a child that it forked, has it mapped. So a locked file has a living owner,
+even in another container with other process ids, and the next reader removes the unlocked files of killed processes.
 """
 
 from __future__ import annotations
@@ -35,10 +32,8 @@ from edl.protocol.transport import grpc
 logger = logging.getLogger("edl.distill")
 
 SHM_FOLDER = Path("/dev/shm")
-_SLOTS_PER_REGION = 8
-"""Slots per file: few registrations at a teacher, without much unused memory."""
-_PAGE = 4096
-"""Slot sizes are multiples of this, so that similar requests share slots, aligned for any dtype."""
+_SLOTS_PER_REGION = 8  # few registrations at a teacher, without much unused memory
+_PAGE = 4096  # slot sizes are multiples of this, so that similar requests share slots, aligned for any dtype
 _NAME = re.compile(names.LOCKED_MEMORY + r"\d+-[0-9a-f]+")
 
 
@@ -160,16 +155,14 @@ def _remove_abandoned(path: Path) -> None:
         os.close(file)
 
 
-_UNREGISTER_S = 0.5
-"""How long closing a connection waits for the teacher to unregister memory. EDL's own server sweeps the rest later."""
+_UNREGISTER_S = 0.5  # how long closing waits for the teacher to unregister memory; EDL's own server sweeps the rest
 _UNREGISTER_AGAIN_S = 0.02  # Triton refuses while it computes a request in the region, for about this long
 
-RegionNames = dict[str, str]
-"""A teacher's name for each region, by the region's own name in /dev/shm."""
+RegionNames = dict[str, str]  # a teacher's name for each region, by the region's own name in /dev/shm
 
 
 class ShmRegistrations:
-    """Registrations of a connection, on the event loop.
+    """Registers shared memory with a teacher, on the event loop.
 
     A name is random, so that only its holder can refer to the memory, and differs by teacher, so that two that share a
     server do not remove each other's. `names` includes those of earlier connections.
@@ -190,8 +183,8 @@ class ShmRegistrations:
         """Register a region with the teacher, once, and return the teacher's name for it.
 
         If the teacher no longer knows the name `lost`, register the region under a new one: once, however many requests
-        find this out. Returns None if the teacher cannot use the region, for example because it runs in a different
-        container. Raises `RequestFailed`, LOST, if the teacher cannot be reached.
+        find this out. Returns None if the teacher cannot use the region, for example from a different container. Raises
+        `RequestFailed`, LOST, if the teacher cannot be reached.
         """
         async with self._registering:
             known = self._known.get(region.name)

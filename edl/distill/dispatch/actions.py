@@ -24,6 +24,7 @@ class FailureKind(enum.Enum):
 @dataclass(frozen=True)
 class RequestFailure:
     """A failed request."""
+
     kind: FailureKind  # decides how the dispatcher reacts
     message: str  # for logs and errors: one printable line of limited length, whatever the teacher sent
     retry_after_s: float = 0.0  # seconds after which the teacher asks for a retry; 0 without a hint

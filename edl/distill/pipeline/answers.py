@@ -25,6 +25,7 @@ def outputs_nbytes(outputs: Outputs) -> int:
 
 class AnswerSizeEstimator:
     """Estimates the bytes of a service's answers from past ones."""
+
     def __init__(self) -> None:
         self._row_nbytes: float | None = None
 

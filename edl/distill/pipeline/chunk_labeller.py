@@ -51,6 +51,7 @@ _LOOK_S = 0.2  # how often a wait checks whether it should continue
 @dataclass(eq=False)
 class _Service:
     """A service's engine and the state for its labels."""
+
     engine: Engine
     output_spec: OutputSpec
     labels: ServiceLabels | None  # labels in the cache; None without a cache

@@ -254,6 +254,7 @@ class CacheQueue:
     The queue holds `limit_bytes`, or a single larger answer. Rows beyond it are dropped, counted, and requested again
     in the next epoch.
     """
+
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.queued_bytes = 0  # bytes of the queued answers, including the one being stored

@@ -282,6 +282,7 @@ class Cutter(abc.ABC):
     def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
         missing = f"{what} of the source has no field for input {name!r}"
         return _found_by(getter, value, f"what finds input {name!r} in {what}", missing)
+
     def _get_id(self, value: Any, what: str) -> Any:
         if self.ids is None:
             return None

@@ -121,6 +121,7 @@ MemoryLocation: TypeAlias = tuple[str, int]
 @dataclass(eq=False, slots=True)
 class _Part:
     """A part of an item."""
+
     path: KeyPath  # keys and positions that lead to it, for messages
     holder: Any
     is_unchanged: Callable[[], bool]

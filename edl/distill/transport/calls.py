@@ -146,6 +146,7 @@ _LONGEST_HINT_S = 60.0
 
 class RequestFailed(Exception):
     """Raised for a failed request or attempt to connect."""
+
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
         self.failure = RequestFailure(kind, message, retry_after_s)
         super().__init__(self.failure.message)

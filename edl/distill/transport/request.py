@@ -111,6 +111,7 @@ def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
 @dataclass
 class Payload:
     """The input tensors of a request, ready to send to any teacher of a service."""
+
     rows: int  # number of rows to label
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
     # the user's own arrays, or views of a slot of shared memory. A message is built from them only when it is sent, so

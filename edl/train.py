@@ -1,13 +1,9 @@
 """The training loop of `edl train`: from a model definition and a Parquet file to a trained model.
 
 Each worker of the job runs `main`, as module `edl.train` under `edl run`. The user's file defines `model()`; everything
-else has a default. The loop follows docs/training-loop.md: an `ElasticSampler` deals out the rows of a table that each
-worker holds in memory, `distill` adds the teachers' soft labels, an `ElasticTrainer` updates the model on the whole
-batch, and a `Checkpointer` saves each step. So workers may come, go and die without affecting the result. At the end of
-each epoch the workers share the evaluation. The first worker writes the trained model.
-
-What does not belong here: the command line (`edl.cli.train`), and anything that needs a different loop, such as
-generated text (see docs/training-loop.md).
+else has a default. An `ElasticSampler` deals out the rows of a table that each worker holds in memory, `distill` adds
+the teachers' soft labels, an `ElasticTrainer` updates the model on the whole batch, and a `Checkpointer` saves each
+step. At the end of each epoch the workers share the evaluation. The first worker writes the trained model.
 """
 
 from __future__ import annotations
@@ -49,10 +45,8 @@ from edl.quoting import did_you_mean, quote
 Columns: TypeAlias = dict[str, Any]
 """Rows of a table, by column: tensors [rows, ...], or lists of strings, bytes or sequences of different lengths."""
 
-_EVALUATION_S: Final = 3600.0
-"""Longest duration of an evaluation before it counts as a hang."""
-_PROGRESS_S: Final = 30.0
-"""Seconds between progress lines within an epoch."""
+_EVALUATION_S: Final = 3600.0  # longest duration of an evaluation before it counts as a hang
+_PROGRESS_S: Final = 30.0  # between progress lines within an epoch
 
 
 @dataclass(frozen=True)
@@ -90,8 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 def load_definition(path: str) -> ModuleType:
     """Import the user's file, which may import its neighbours.
 
-    Raises:
-        SettingsError: It has no function `model`, or one of the used names is not a function.
+    Raises `SettingsError` if it has no function `model`, or one of the used names is not a function.
     """
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
@@ -110,13 +103,9 @@ def load_definition(path: str) -> ModuleType:
 
 
 class ParquetTable(Dataset[Columns]):
-    """The rows of Parquet files, in memory.
+    """The rows of Parquet files, in memory; `transform` is the user's function from columns to columns.
 
     Columns of numbers, or of equally long lists of numbers, become tensors; other columns become lists.
-
-    Args:
-        location: A file, folder, pattern, or fsspec URL.
-        transform: The user's function from columns to columns; None for none.
     """
 
     def __init__(self, location: str, transform: Any = None) -> None:
@@ -197,7 +186,6 @@ class _Training:
             self._batch(self._eval_table, [0])
 
     def run(self) -> None:
-        """Train to the end, and write the model."""
         plan = self._plan
         dist.init_process_group("nccl" if self._device.type == "cuda" else "gloo")
         if dist.get_rank() == 0:
@@ -270,7 +258,6 @@ class _Training:
     # --- Loss and metrics ---
 
     def _loss(self, outputs: Tensor, columns: Columns, soft: Tensor | None) -> Tensor:
-        """Return the mean loss of these rows."""
         labels = columns.get(self._label) if self._label is not None else None
         own = getattr(self._definition, "loss", None)
         if own is not None and len(inspect.signature(own).parameters) > 2:
@@ -427,7 +414,6 @@ def _hard_loss(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _metrics(outputs: Tensor, labels: Tensor) -> Mapping[str, Any]:
-    """Compute the default metrics."""
     found = {"loss": _hard_loss(outputs, labels)}
     if not labels.is_floating_point():
         found["accuracy"] = (outputs.argmax(-1) == labels).float().mean()
@@ -435,7 +421,6 @@ def _metrics(outputs: Tensor, labels: Tensor) -> Mapping[str, Any]:
 
 
 def _mean_of_all(sums: Mapping[str, float], rows: int) -> dict[str, float]:
-    """Return the sums over all workers, divided by the number of all rows."""
     everyone = [json.loads(part) for part in gather_bytes(json.dumps([dict(sums), rows]).encode())]
     total = max(sum(count for _, count in everyone), 1)
     names = dict.fromkeys(name for part, _ in everyone for name in part)

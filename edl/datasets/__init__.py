@@ -1,11 +1,5 @@
 """Data sets that `edl master` cuts into shards, or that `edl label` labels.
 
-- `dataset`: the base of all kinds that are cut into shards, settings, the index, and samples by number;
-- `text`, `parquet`, `files`: lines and CSV, tables, sets of files; finding and reading files, locally or by fsspec;
-- `opening`: opens a data set by name, from the master's `spec`, or from a user's own function;
-- `growing`: the `Follower` of a source without an end;
-- `rows`: batches to label: arrays, sequences of tokens, and samples that a function returns.
-
 A new kind of file that is cut into shards is a subclass of `Dataset`, listed in `_KINDS` of `opening`; `parquet` is the
 example to follow. A new kind of file to label is an `_open_` function of `rows`, called by `open_data`.
 """

@@ -4,9 +4,8 @@
 master, which hands out leases: ranges of units within a shard.
 
 An index has one or more parts; a source that grows gets further parts appended. A part has a JSON head and columns of
-whole numbers. A column takes as few bytes per number as its largest number needs. All lowest bytes come first, then
-all second bytes (the shuffle filter of HDF5 and Blosc), and the result is compressed, so that a shard of text takes
-about six bytes.
+whole numbers, in as few bytes per number as the largest needs. All lowest bytes come first, then all second bytes (the
+shuffle filter of HDF5 and Blosc), compressed, so that a shard of text takes about six bytes.
 """
 
 from __future__ import annotations
@@ -32,31 +31,23 @@ from edl.settings import is_above_zero, is_count
 
 UnitId: TypeAlias = int | str
 """Stable across epochs and readers: the unit's number in the data set, or a file's path in the set."""
-Options: TypeAlias = Mapping[str, tuple[Any, Any]]
-"""Options of a kind of data sets by name: the default, and the type of other values."""
+Options: TypeAlias = Mapping[str, tuple[Any, Any]]  # by name: the default, and the type of other values
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
-DEFAULT_SHARD_SIZE: Final = 64
-"""Default units per shard: a batch or two, so that a killed worker loses little work. The master hands out thousands of
-shards a second."""
+DEFAULT_SHARD_SIZE: Final = 64  # units per shard: a batch or two, so that a killed worker loses little work
 MOST_INDEX_NBYTES: Final = 48 << 20
 """Largest index: the master's messages hold 64 MiB, enough for about eight million shards of text."""
-_MOST_UNPACKED: Final = 1 << 30
-"""Largest part when unpacked, far above any real one. Without it, a few hostile kilobytes would fill the memory."""
+_MOST_UNPACKED: Final = 1 << 30  # bytes of a part: without a limit, a few hostile kilobytes would fill the memory
 _MAGIC: Final = b"EDLX\x01"
 _HEAD: Final = struct.Struct("<5sII")
 _WIDTHS: Final = (1, 2, 4, 8)  # bytes per number, as in NumPy's types
 _ORDER: Final = 2
 """Version of the order within a shard, kept in the index: continuing a half-read shard in a different order would
 read the wrong units. Formerly it was `true` and meant a sort by hashes."""
-ENDLESS: Final = 1 << 62
-"""Units of a `Source`: a reader trusts the master's leases, and the source itself knows its size."""
-_SEEDS: Final = 1 << 64
-"""Seeds have 64 bits on the wire."""
-_MOST: Final = 1 << 62
-"""Largest number of units, shard size or epochs: the sum of two still fits in 63 bits."""
-_FAILURES: Final = (1 << 31) - 1
-"""Failures have 31 bits on the wire."""
+ENDLESS: Final = 1 << 62  # units of a `Source`: a reader trusts the master's leases, and the source knows its size
+_SEEDS: Final = 1 << 64  # seeds have 64 bits on the wire
+_MOST: Final = 1 << 62  # units, shard size or epochs: the sum of two still fits in 63 bits
+_FAILURES: Final = (1 << 31) - 1  # failures have 31 bits on the wire
 
 
 @dataclass(frozen=True)
@@ -401,7 +392,6 @@ class Dataset(abc.ABC):
             yield samples[place]
 
     def _read_exactly(self, shard: int, start: int, stop: int) -> Iterator[Any]:
-        """Read units, and check their number."""
         count, expected = 0, stop - start
         for sample in itertools.islice(self._read_units(start, stop), expected + 1):
             count += 1
@@ -428,8 +418,8 @@ class Dataset(abc.ABC):
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
         """Return the current number of units, and whether the source reports that it is complete.
 
-        If `final`, units that look unfinished also count, such as a line without its end. `update` discards
-        earlier results. Raises `SourceError` if the source has shrunk or was replaced.
+        If `final`, units that look unfinished also count, such as a line without its end. `update` discards earlier
+        results. Raises `SourceError` if the source has shrunk or was replaced.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """Files by path or URL: finding them, reading byte ranges, and data sets whose units are whole files.
 
 A path is on this machine and needs only Python. A URL is read through fsspec. Every error is a `SourceError` that
-names the file. Parsing bytes into samples does not belong here.
+names the file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from edl.datasets.dataset import Dataset, IndexPart, Options, ShardSettings, Uni
 from edl.errors import EDLError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
-_BLOCK_NBYTES: Final = 4 << 20
-"""Bytes read at a time: a disk reaches full speed well below that, and a reader holds at most two blocks."""
+_BLOCK_NBYTES: Final = 4 << 20  # a disk reaches full speed well below that, and a reader holds at most two blocks
 _PERMANENT: Final = {
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 }
@@ -42,8 +41,7 @@ class FileStat(NamedTuple):
     """Size and version of a file."""
 
     nbytes: int
-    version: str
-    """Changes when the file is rewritten: its modification time, or an object's tag. Empty if unknown."""
+    version: str  # changes when the file is rewritten: its modification time, or an object's tag; empty if unknown
 
 
 def file_changed(path: str, how: str) -> SourceError:
@@ -117,10 +115,9 @@ def absolute(location: str) -> str:
 
 
 def list_files(location: str) -> list[str]:
-    """Return the files of an absolute path, folder (recursively) or pattern, sorted.
+    """Return the files of an absolute path, folder (recursively) or pattern, sorted, and hidden ones only by name.
 
-    Hidden files are left out unless their names are given. A folder that cannot be listed raises: files might
-    be missing.
+    A folder that cannot be listed raises: files might be missing.
     """
     with translated(location):
         if _is_url(location):
@@ -164,7 +161,7 @@ def _plain_folder(pattern: str) -> str:
 def _expand(folder: str, segments: Sequence[str], above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
     """Yield the files under `folder` that match; `above` lists its parent folders, to which a link may lead back.
 
-    Neither `glob.glob` nor fsspec can be used here: both leave out folders that they cannot list.
+    `glob.glob` and fsspec are unsuitable: they leave out folders that they cannot list.
     """
     segment, *rest = segments
     is_deep = segment == "**"
@@ -283,8 +280,7 @@ class FileSample:
 class FileSet(Dataset):
     """Files in the order of their paths, such as a folder of images. Samples are `FileSample`s.
 
-    The files of a growing folder are in order of arrival. A file counts once it has not changed for a
-    while.
+    The files of a growing folder are in order of arrival, and count once they have not changed for a while.
     """
 
     _unit: ClassVar[str] = "files"

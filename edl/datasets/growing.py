@@ -2,7 +2,7 @@
 
 A data set that grows is opened with an empty index. A `Follower`, run by the program that created the data set, reports
 the source's growth to the master: the number of units, and the next part of the index. Readers fetch the newer index
-when they get a lease that exceeds theirs.
+when a lease exceeds theirs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from edl.settings import is_above_zero
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S: Final = (1.0, 30.0)
-"""First and longest wait for an unreachable master, after the client's own wait."""
-_CLOSE_S: Final = 10.0
-"""How long `close` waits for a running check: reading some hundred megabytes takes a second."""
+_RETRY_S: Final = (1.0, 30.0)  # first and longest wait for an unreachable master, after the client's own wait
+_CLOSE_S: Final = 10.0  # how long `close` waits for a running check: reading some hundred megabytes takes a second
 
 
 @dataclass(frozen=True)

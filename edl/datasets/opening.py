@@ -1,7 +1,7 @@
 """Opens a data set by name and cuts it into shards, or recreates it from the master's specification.
 
-A name is `KIND:LOCATION`, or a function of the user's: `MODULE:FACTORY` or `FILE.py:FACTORY`. `edl label` finds such
-functions in the same way. Only a user's name causes an import, never one in a message.
+A name is `KIND:LOCATION`, or a function of the user's: `MODULE:FACTORY` or `FILE.py:FACTORY`. Only a user's name causes
+an import, never one in a message.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tables in Parquet files: a unit is a row, and a read covers a row group. Needs pyarrow.
 
-A Parquet footer gives the location of the rows, so opening a data set reads only footers, and a reader decodes only
-the row groups of its shards. `pyarrow.parquet` does that; the bytes come through `edl.datasets.files`.
-`pyarrow.dataset` is unsuitable: it does not notice that a file was replaced.
+Opening a data set reads only footers, and a reader decodes only the row groups of its shards. `pyarrow.dataset` is
+unsuitable: it does not notice that a file was replaced.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from edl.datasets.files import FileStat, file_changed, find_files, open_file, re
 from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
-_ROWS_AT_ONCE: Final = 1024
-"""Rows turned into Python objects at a time: a row group of a million rows would be gigabytes of them."""
+_ROWS_AT_ONCE: Final = 1024  # rows of Python objects at a time: a row group of a million rows would be gigabytes
 _TAIL: Final = struct.Struct("<I4s")
 """End of a file: the footer's length, and the magic (https://parquet.apache.org/docs/file-format)."""
 
@@ -31,8 +29,8 @@ _TAIL: Final = struct.Struct("<I4s")
 class ParquetDataset(Dataset):
     """Rows of Parquet files. Samples are dictionaries by column; `read_table` gives columns.
 
-    The last row group is kept, so that it is decoded once for all its shards that a reader gets one after another.
-    By default a shard has as many rows as the largest row group: if all groups have one size, a shard is one group.
+    The last row group is kept, so that it is decoded once for consecutive shards. By default a shard has as many rows
+    as the largest row group: if all groups have one size, a shard is one group.
     """
 
     _unit: ClassVar[str] = "rows"

@@ -1,10 +1,10 @@
 """Data sets to label: rows, or sequences of tokens, as inputs of the teachers' model, batch by batch.
 
-Unlike a `Dataset`, which is cut into shards of samples in the user's own form, a `LabelDataset` yields ids and arrays,
-and only for rows that need a label. If ids are known without the rows (`IndexedData`), no other row is loaded.
+Unlike a `Dataset`, a `LabelDataset` yields ids and arrays, and only for rows that need a label. If ids are known
+without the rows (`IndexedData`), no other row is loaded.
 
-Arrays in `.npy` and `.npz` files are mapped into memory if possible, and never unpickled. Sequences from JSON
-lines and Parquet are held as one array of all tokens per input, with the start of each sequence.
+Arrays in `.npy` and `.npz` files are mapped into memory if possible, and never unpickled. Sequences from JSON lines and
+Parquet are held as one array of all tokens per input, with the start of each sequence.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ KnownFilter: TypeAlias = Callable[[list[SampleId], dict[str, Any] | None], Array
 Batch: TypeAlias = tuple[list[SampleId], dict[str, Any]]
 """Ids, and inputs by name: arrays [rows, ...], or for sequences lists with an array [tokens, ...] per id."""
 
-_BLOCK = 65536
-"""Ids looked up at a time: enough to make the call's cost negligible, and a few megabytes of Python objects."""
-_SEQUENCES_BLOCK = 4096
-"""Sequences looked up at a time: some megabytes of tokens."""
+_BLOCK = 65536  # ids looked up at a time: makes the call's cost negligible, in a few megabytes of Python objects
+_SEQUENCES_BLOCK = 4096  # sequences looked up at a time: some megabytes of tokens
 _EXPECTED = "expected FILE.npz, FILE.npy, FILE.jsonl, FILE.parquet, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
 
 
@@ -121,8 +119,8 @@ class LabelDataset(abc.ABC):
 class IndexedData(LabelDataset):
     """A data set whose rows can be loaded one by one, and whose ids are known beforehand.
 
-    `ids` are integers or strings [rows]; None if the position of a row is its id. `checksum` covers the whole
-    content, if it is known without reading it.
+    `ids` are integers or strings [rows]; None for positions. `checksum` covers the whole content, if known without
+    reading it.
     """
 
     rows: int
@@ -139,10 +137,9 @@ class IndexedData(LabelDataset):
 
     @abc.abstractmethod
     def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
-        """Yield a batch for each part, a non-empty array of row positions.
+        """Yield a batch for each part, a non-empty array of row positions. May read ahead of the batch it yields.
 
-        May read ahead of the batch it yields. Raises `SourceError` if a sample cannot be sent, or whatever the data
-        set's own code raises.
+        Raises `SourceError` if a sample cannot be sent, or whatever the data set's own code raises.
         """
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
@@ -188,13 +185,11 @@ class ArrayData(IndexedData):
 class RaggedData(IndexedData):
     """Sequences of any length: arrays [all tokens, ...] by input, and the start of each sequence.
 
-    `offsets` [sequences + 1] rise from 0 to the number of all tokens. Sequences without tokens, of which there are
-    `empty`, get no label.
+    `offsets` [sequences + 1] rise from 0 to the number of all tokens. `empty` sequences without tokens get no label.
     """
 
     sequences = True
-    position_input = POSITION
-    """The model's input that holds positions; it need not be among the arrays."""
+    position_input = POSITION  # the model's input that holds positions; it need not be among the arrays
 
     def __init__(
         self, arrays: Mapping[str, Array], offsets: Array, ids: Array | None = None, checksum: str = ""
@@ -238,8 +233,7 @@ class RaggedData(IndexedData):
 def _rows(array: Array, rows: Any) -> Array:
     """Return rows of an array, which may be mapped from a file.
 
-    Raises:
-        SourceError: The file is shorter than its array: if such a file is read, the system ends the process (SIGBUS).
+    Raises `SourceError` if the file is now shorter than its array: reading it would end the process (SIGBUS).
     """
     if isinstance(array, np.memmap):
         path = Path(str(array.filename))
@@ -383,7 +377,6 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(key: str, found: Any) -> Array:
-    """Return the values of an input for the tokens of a sequence."""
     if found is None:
         return np.empty(0)
     try:
@@ -493,7 +486,6 @@ class _Inputs:
         return taken
 
     def stack(self, entries: Sequence[tuple[SampleId, dict[str, Array]]]) -> dict[str, Any]:
-        """Return the inputs of a batch."""
         if self.sequences:
             return {name: [taken[name] for _, taken in entries] for name in self.fields}
         stacked = {name: RowBuffer(name, len(entries), "bring all samples to one shape") for name in self.fields}

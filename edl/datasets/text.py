@@ -1,8 +1,8 @@
 """Text files by lines, and CSV by records: found in a single pass over the files, and read by ranges of bytes.
 
-The pass cuts the files, one after another, into segments: shards, or parts of a shard that is large or grows slowly
-(`edl.datasets.growing`). The index has the units, the length in bytes and the CRC-32 of each segment, which a reader
-checks before it hands out the first sample of it.
+The pass cuts the files, one after another, into segments: shards, or parts of a shard that is large or grows slowly.
+The index has the units, the length in bytes and the CRC-32 of each segment, which a reader checks before it hands out
+the first sample of it.
 
 A newline ends a CSV record if the number of quotes before it is even, as RFC 4180 has it; Python's `csv` parses the
 records. pyarrow's CSV reader is unsuitable: it reads a file from the start, does not report the offsets at which
@@ -42,14 +42,10 @@ from edl.quoting import quote, shown
 
 logger = logging.getLogger(__name__)
 
-_LOGGED_NBYTES: Final = 10 << 30
-"""Bytes between two lines in the log: indexing a large text takes minutes."""
-_LOOK_NBYTES: Final = 256 << 20
-"""Bytes read per check: the first shards of an existing text should be handed out within a second."""
-_TAIL_NBYTES: Final = 4096
-"""Bytes before the end of the last line that are compared at every check, to detect a different file of that name."""
-_MOST_SEGMENT: Final = 8 << 20
-"""Bytes after which a segment ends, even if its shard goes on: a reader holds a segment in memory."""
+_LOGGED_NBYTES: Final = 10 << 30  # bytes between two lines in the log: indexing a large text takes minutes
+_LOOK_NBYTES: Final = 256 << 20  # bytes read per check, so that the first shards are handed out within a second
+_TAIL_NBYTES: Final = 4096  # bytes at the end that are compared at every check, to detect a different file
+_MOST_SEGMENT: Final = 8 << 20  # bytes after which a segment ends within a shard: a reader holds one in memory
 _COMPRESSED: Final = {
     b"\x1f\x8b\x08": "gzip",
     b"BZh91AY&SY": "bzip2",
@@ -61,10 +57,8 @@ Pieces: TypeAlias = Iterator[tuple[memoryview, Numbers]]
 """Bytes of a file, one piece after another, and where units end in each."""
 _BOM: Final = b"\xef\xbb\xbf"
 _NEWLINE, _RETURN = b"\n\r"
-_FIELD_LIMIT: Final = 64 << 20
-"""Characters of a CSV field. Python's default of 131,072 is too small for some documents."""
-_MOST_RECORD: Final = 256 << 20
-"""Bytes of a CSV record: a quote that is never closed is noticed long before the end of a large file."""
+_FIELD_LIMIT: Final = 64 << 20  # characters of a CSV field; Python's 131,072 are too few for some documents
+_MOST_RECORD: Final = 256 << 20  # bytes of a CSV record: an open quote is noticed before the end of a large file
 
 
 class _SegmentCutter:
@@ -94,10 +88,7 @@ class _SegmentCutter:
             self._cut(self.units)
 
     def pop_columns(self, *, rest: bool) -> dict[str, Numbers]:
-        """Return the columns of the segments so far, and forget them.
-
-        With `rest`, units that do not fill a shard also become a segment.
-        """
+        """Return and forget the columns of the segments so far; with `rest`, including units that fill no shard."""
         if rest and self.units > self._cut_units:
             self._cut(self.units)
         columns = np.array(self._segments, np.int64).reshape(-1, 3).T
@@ -199,9 +190,9 @@ class _TextDataset(Dataset):
 class LinesDataset(_TextDataset):
     r"""Text by lines. A line ends at byte 10 and nowhere else, or at the end of its file; NUL bytes are data.
 
-    Samples are bytes, or `str` with an encoding, without the line's end (`\n` or `\r\n`) unless `keep_ends` is set.
-    An empty line is a sample. A byte order mark is data, except with the encoding `utf-8-sig`. In a file that grows, a
-    line counts once its end is written; the last one when the source ends.
+    Samples are bytes, or `str` with an encoding, without the line's end (`\n` or `\r\n`) unless `keep_ends` is set. A
+    byte order mark is data, except with the encoding `utf-8-sig`. In a file that grows, a line counts once its end is
+    written; the last one when the source ends.
     """
 
     _unit: ClassVar[str] = "lines"
@@ -368,7 +359,6 @@ def _check_uncompressed(path: str) -> None:
 
 
 def _newline_ends(data: bytes) -> Numbers:
-    """Return the offset after each newline."""
     ends: Numbers = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
     return ends
 
@@ -439,8 +429,8 @@ def _whole_units(path: str, blocks: Iterable[bytes], find_ends: Callable[[bytes]
 def _record_ends(path: str, options: Mapping[str, Any], data: bytes) -> Numbers:
     """Return where records end in bytes that begin with one; a blank line is one here.
 
-    A field with quotes in it must be quoted as a whole, and the quotes in it doubled. So every newline after an even
-    number of quotes ends a record, and no record has to be parsed to find its end.
+    A field with quotes must be quoted as a whole, and its quotes doubled. So every newline after an even number of
+    quotes ends a record, and no record has to be parsed.
     """
     if options["quotechar"] is None or options["quotechar"].encode() not in data:
         return _newline_ends(data)

@@ -1,7 +1,4 @@
-"""Compresses soft labels: to the k largest logits of each row plus the mass of the rest, and to float16.
-
-numpy only: neither torch nor paddle is imported here.
-"""
+"""Compresses soft labels: to the k largest logits of each row plus the mass of the rest, and to float16."""
 
 from __future__ import annotations
 
@@ -22,14 +19,11 @@ class TopK:
     """The k largest logits of each row, and the total weight of the other classes.
 
     With `temperature` T, the teacher's probability of class `ids[i, j]` is `exp(values[i, j] / T - L[i])`, and that of
-    all other classes together is `exp(tail_lse[i] - L[i])`, where L is the log of the sum over both. Only the
-    distribution within the tail is lost.
+    all other classes together is `exp(tail_lse[i] - L[i])`, where L is the log of the sum over both.
 
     The arrays are numpy arrays. `map` converts them to a framework's tensors, for which only the attributes, `len`,
-    indexing and `map` work.
-
-    A single row, such as `labels[3]` or a reader's sample, has no row axis: ids and values are [k], and tail_lse is a
-    scalar. `stack` joins such rows again.
+    indexing and `map` work. A single row, such as `labels[3]` or a reader's sample, has no row axis: ids and values are
+    [k], and tail_lse is a scalar. `stack` joins such rows again.
 
     Attributes:
         ids: Class ids by descending logit, int32 [rows, ..., k]; each class at most once per row.
@@ -199,8 +193,7 @@ def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
 def to_float16(array: Array) -> Array:
     """Return the array as float16; finite values beyond float16's range are clamped to it instead of becoming infinite.
 
-    An infinite logit makes every probability of its row NaN; masks such as -1e9 are common, so this matters. Existing
-    infinities and NaN stay as they are.
+    An infinite logit, such as from a mask of -1e9, would make every probability of its row NaN.
 
     Args:
         array: Floating-point array of any shape.

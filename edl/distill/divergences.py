@@ -1,7 +1,7 @@
 """Losses over the teacher's and the student's distributions, for both PyTorch and PaddlePaddle.
 
-`edl.distill.losses` and `edl.distill.paddle_losses` export them, with the few operations that the two frameworks name
-differently (`Framework`). Neither is imported here: a function uses the framework of the student's logits.
+`edl.distill.losses` and `edl.distill.paddle_losses` export them, each with its `Framework`. Neither framework is
+imported here.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ NO_LABEL = -100
 """The label of a row that has no hard label: `ignore_index` of PyTorch and PaddlePaddle."""
 
 FLOOR = 1e-6
-"""Smallest probability of the teacher in the reverse direction, so that a token costs at most 14 nats. Sums of float32
-probabilities have errors of about 1e-7, so with a smaller floor a student would learn the tail's rounding errors. A
-larger floor would tolerate tokens that the teacher finds improbable."""
+"""Smallest probability of the teacher in the reverse direction, so that a token costs at most 14 nats. With a smaller
+floor, a student would learn rounding errors: sums of float32 probabilities have errors of about 1e-7."""
 
 _LOWEST = float(np.finfo(np.float32).min) / 4
-"""Log-probability of the impossible: finite, since 0 times infinity and its gradient are NaN. It is a quarter of the
-lowest number, so that no difference overflows; of float32, because Paddle cannot clip to a lower one."""
+"""Log-probability of the impossible: finite, since 0 times infinity is NaN; a quarter of the lowest number, so that no
+difference overflows; and of float32, because Paddle cannot clip to a lower one."""
 SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only with this accuracy
 _LOOKED_AT = 1 << 14  # class ids compared with one another per step, in less than a millisecond
 
@@ -145,12 +144,11 @@ def top_k_kl(student_logits: T, teacher: TopK, *, reduction: Reduction = "mean")
     """Return T² times KL(teacher ‖ student) over the k kept classes and one class for all others.
 
     T is the temperature at which the labels were made. If every class is kept, this is `kl_divergence`; otherwise it is
-    smaller by the divergence within the tail. Without the extra class, the student could move all its probability out
-    of the k classes, or into them, at no cost.
+    smaller by the divergence within the tail. Without the extra class, the student could move probability out of the k
+    classes, or into them, at no cost.
 
-    Only the forward direction is offered, because KL(student ‖ teacher) grows without bound as the teacher's
-    probability approaches 0. A teacher that is confident in its top k leaves almost nothing for the tail, where an
-    untrained student has nearly all of its probability.
+    There is no reverse direction: a teacher that is confident in its top k leaves almost nothing for the tail, where an
+    untrained student has nearly all of its probability, so KL(student ‖ teacher) would be huge.
 
     Args:
         student_logits: Logits of the student, floating-point [rows, ..., classes].
@@ -297,10 +295,8 @@ def divergence(log_p: Any, log_q: Any, beta: float, floor: float) -> Any:
 def hard_targets(hard_labels: Any, hard_weight: float, rows_of: Any, kept: Any | None) -> Any | None:
     """Return the hard labels that contribute to the loss, int64 [rows, ...]; None if their weight is 0.
 
-    `rows_of`: a tensor [rows, ..., any]. The labels of rows that `kept` leaves out may be anything.
-
-    Raises:
-        SettingsError: The share is invalid, or the labels are missing or have the wrong shape or type.
+    `rows_of`: a tensor [rows, ..., any]. Labels of rows outside `kept` may be anything. Raises `SettingsError` if the
+    share is invalid, or the labels are missing or have the wrong shape or type.
     """
     if not is_share(hard_weight):
         raise SettingsError(f"hard_weight={hard_weight!r}: the share of the cross-entropy must be from 0 to 1")
@@ -523,10 +519,9 @@ def reduced(rows: T, reduction: Reduction) -> T:
 
 
 def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocabulary: bool = False) -> tuple[Any, Any]:
-    """Return the logarithms of the teacher's and the student's probabilities at the labels' temperature.
+    """Return log-probabilities of teacher and student at the labels' temperature, [rows, ..., k + 1], the tail last.
 
-    Returns:
-        Two tensors [rows, ..., k + 1], the tail last; [rows, ..., k] if every class is kept.
+    If every class is kept, they are [rows, ..., k].
     """
     student = widened(student_logits)
     framework = framework_of(student)

@@ -1,8 +1,7 @@
 """Soft labels for Keras 3: a `PyDataset` that adds them to the targets, and the loss and metric that take these.
 
-Keras passes one array of targets to a loss. So a batch's targets become one array, [rows, classes + 1]: the teachers'
-logits, with the true class in the last column. `DistillationLoss` and `DistillationAccuracy` take it apart. Both also
-accept plain classes, such as in validation data. This works with every Keras backend.
+Keras passes one array of targets to a loss. So a batch's targets become [rows, classes + 1]: the teachers' logits, with
+the true class in the last column. Loss and metric also accept plain classes, such as in validation data.
 """
 
 from __future__ import annotations

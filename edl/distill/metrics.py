@@ -16,8 +16,7 @@ from edl.distill.stats import ReaderStats
 __all__ = ["export"]
 
 
-_DEPARTED = "departed"
-"""The label of all teachers that left, so that sums over teachers never decrease."""
+_DEPARTED = "departed"  # the label of all teachers that left, so that sums over teachers never decrease
 
 
 class _HasStats(Protocol):

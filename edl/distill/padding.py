@@ -10,10 +10,7 @@ from edl.protocol.tensors import Array
 
 
 def as_token_mask(mask: Array, what: str) -> Array:
-    """Return a batch's token mask as bool [sequences, length].
-
-    `mask`: 1 for tokens and 0 elsewhere, of any dtype.
-    """
+    """Return a batch's token mask (1 for tokens, else 0, of any dtype) as bool [sequences, length]."""
     if mask.ndim != 2:
         raise SourceError(f"{what}: its mask has shape {list(mask.shape)}: must be [sequences, length]")
     other = mask[(mask != 0) & (mask != 1)]

@@ -1,7 +1,4 @@
-"""Losses of a student that learns from soft labels, for PaddlePaddle.
-
-The functions are those of `edl.distill.losses`, which documents them.
-"""
+"""Losses of a student that learns from soft labels, for PaddlePaddle; `edl.distill.losses` documents the functions."""
 
 from __future__ import annotations
 
@@ -62,11 +59,6 @@ FRAMEWORKS.append(_Paddle())
 
 class DistillLoss(MixedLoss, nn.Layer):
     """A soft loss against the teacher mixed with the cross-entropy against the true labels, as a Paddle layer.
-
-    ::
-
-        loss = DistillLoss(temperature=4.0, alpha=0.9)
-        loss(student(images), soft_labels, labels).backward()
 
     The arguments are those of `edl.distill.losses.DistillLoss`, which documents them.
     """

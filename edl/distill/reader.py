@@ -1,7 +1,4 @@
-"""`DistillReader`, which adds soft labels to a data source, in order and with each sample exactly once.
-
-It keeps the contract of PaddlePaddle EDL 0.3's class of the same name, so that existing programs keep working.
-"""
+"""`DistillReader`, which keeps the contract of PaddlePaddle EDL 0.3's class, so that existing programs keep working."""
 
 from __future__ import annotations
 

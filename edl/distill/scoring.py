@@ -1,7 +1,4 @@
-"""Requests teachers' labels for sequences created at run time, for loops in which the student generates them.
-
-Generation and losses are up to the user; for data sources, use a reader.
-"""
+"""Requests teachers' labels for sequences created at run time, for loops in which the student generates them."""
 
 from __future__ import annotations
 
@@ -43,11 +40,9 @@ from edl.tokenizer_hash import resolve_tokenizer
 
 __all__ = ["Scorer", "on_policy"]
 
-_LOOK_S = 0.05
-"""How often a call that waits for its first teacher is checked; connecting takes longer than this."""
+_LOOK_S = 0.05  # how often to check a call that waits for its first teacher; connecting takes longer than this
 _FOLLOW_S = 1.0
-"""How often the teachers' version is checked. Each check costs every teacher a request, and a new version may be
-noticed this late."""
+"""How often the teachers' version is checked: a request to every teacher, and how late a new version may be noticed."""
 _IDLE_S = 3600.0  # wait when idle: calls and answers wake the thread
 
 
@@ -96,7 +91,7 @@ class ScoreCalls:
         self._loop = BackgroundLoop("edl-score", self._step)
 
     def add(self, call: ScoreCall) -> None:
-        """Add a call. An empty one is completed at once, because no answer would ever wake the thread for it."""
+        """Add a call. An empty one is completed at once, because no answer would wake the thread for it."""
         if not call.samples:
             call.future.set_result([])
             return
@@ -118,7 +113,7 @@ class ScoreCalls:
             self._loop.wake()
 
     def let_go(self) -> None:
-        """End after garbage collection of the scorer. As a finalizer, it only sets a flag and wakes the thread."""
+        """End after the scorer's garbage collection. As a finalizer, it only sets a flag and wakes the thread."""
         self._abandoned = True
         self._loop.wake()
 
@@ -213,7 +208,6 @@ class ScoreCalls:
         call.unsent.extend([*ready, *cutter.finish()])
 
     def _answered(self, surplus_nbytes: int = 0) -> None:
-        """Note, on the event loop, that a chunk may be done."""
         self._loop.wake()
 
     def _has_ended(self, call: ScoreCall, now: float) -> bool:

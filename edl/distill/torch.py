@@ -19,8 +19,7 @@ __all__ = ["TorchLoader", "distill"]
 
 B = TypeVar("B")
 
-_BATCHES_AHEAD = 16
-"""Enough for a few teachers with some batches in flight each. More costs memory, and delays the first batch."""
+_BATCHES_AHEAD = 16  # for a few teachers with some batches in flight each; more delays the first batch
 
 
 def distill(
@@ -152,8 +151,7 @@ class TorchLoader(DistillLoader[B]):
 class _DeliveredPlace:
     """Replaces an Accelerate loader when an `Accelerator` asks for its position.
 
-    The loader is ahead of the training loop: near its end it would tell Accelerate to synchronize gradients some
-    batches too early.
+    The loader itself is ahead of the training loop, and would have gradients synchronized some batches too early.
     """
 
     def __init__(self, loader: Any, end_of_dataloader: bool, remainder: int) -> None:
@@ -166,5 +164,4 @@ class _DeliveredPlace:
 
 
 def _is_prepared(loader: Any) -> bool:
-    """Return whether a loader was returned by `accelerator.prepare`."""
     return hasattr(loader, "gradient_state") and hasattr(loader, "end_of_dataloader")

@@ -1,10 +1,9 @@
 """Repeatable augmented views: each is a function of a sample's id and a number, so that soft labels can be cached.
 
 Student and teacher see the same view of an image, so the teacher's label is right for exactly these pixels ("consistent
-teaching": Beyer et al., "Knowledge distillation: A good teacher is patient and consistent", 2022). With m views of a
-sample, the labels of all are kept after m epochs, as in FKD (Shen and Xing, "A Fast Knowledge Distillation Framework
-for Visual Recognition", 2021) and DataCompDR (Vasu et al., "MobileCLIP", 2024). These store each crop's parameters with
-its label; here a seed, derived from the id and the view's number, replaces them, and nothing is stored.
+teaching": Beyer et al., "Knowledge distillation: A good teacher is patient and consistent", 2022). FKD (Shen and Xing,
+"A Fast Knowledge Distillation Framework for Visual Recognition", 2021) and DataCompDR (Vasu et al., "MobileCLIP", 2024)
+store each crop's parameters with its label; here a seed, derived from the id and the view's number, replaces them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Routes of a proxy: access checks, the limit on tokens held, and the translation of vLLM's requests to `Scorer`.
 
-Each route exists twice: for all models, and below `/NAME` for one of them, since some trainers know only a teacher's
-URL.
+Each route exists twice: for all models, and below `/NAME` for one, since some trainers know only a teacher's URL.
 """
 
 from __future__ import annotations
@@ -51,31 +50,25 @@ from edl.quoting import listed, quote, shown
 
 logger = logging.getLogger(__name__)
 
-_READ_S: Final = 60.0
-"""Deadline for a body: some megabytes over a slow line."""
-_WRITE_S: Final = 60.0
-"""Deadline for a client to read a piece: one that reads nothing must not hold its labels for ever."""
+_READ_S: Final = 60.0  # deadline for a body: some megabytes over a slow line
+_WRITE_S: Final = 60.0  # for a client to read a piece: one that reads nothing must not hold its labels for ever
 _PIECE: Final = 256 << 10  # bytes: about the size of `PIECE_ENTRIES`, and small enough for a slow line
 _READERS: Final = 32
 """Bodies that are read at a time, each up to `body_limit`; those smaller than `_SLOW_BODY` do not count."""
-_BODY_BYTES: Final = 256 << 20
-"""Total size of these bodies: about the default size of labels."""
+_BODY_BYTES: Final = 256 << 20  # total size of these bodies: about the default size of labels
 _PARSERS: Final = 2  # bodies parsed at a time; the Python objects take up to 30 times the bytes
 _SLOW_BODY: Final = 64 << 10  # bytes: parsing a larger body blocks other requests for milliseconds
-_RETRY_S: Final = 5.0
-"""Retry hint if no teacher is live: one may start within seconds, or at an unknown time."""
+_RETRY_S: Final = 5.0  # retry hint if no teacher is live: one may start within seconds, or at an unknown time
 _NO_STORE: Final = {"Cache-Control": "no-store", "Server": "edl", "X-Content-Type-Options": "nosniff"}
 
 _MOST_WAITING: Final = 16
 """Requests of the largest size whose ids may wait, 4 bytes a token: the excess is refused at once, so that its client
 tries another proxy or retries later."""
-_MOST_REASON: Final = 300
-"""Characters of a reason phrase: clients accept a status line of at most some thousand bytes."""
-_MOST_REASONS: Final = 200
-"""Reasons that are logged, each once: clients control the text of some, and must not fill the disk."""
+_MOST_REASON: Final = 300  # characters of a reason phrase: clients accept a status line of at most some thousand bytes
+_MOST_REASONS: Final = 200  # logged, each once: clients control the text of some, and must not fill the disk
 _FULL_RETRY_S: Final = 1.0  # a request of the largest size takes seconds
+# From a short prompt on an idle GPU to the longest batch behind a full queue.
 _SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""From a short prompt on an idle GPU to the longest batch behind a full queue."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -91,10 +84,9 @@ class TokenGate:
 
     @contextlib.asynccontextmanager
     async def room(self, tokens: int, timeout_s: float) -> AsyncIterator[None]:
-        """Wait for room, and hold it for the duration of the block.
+        """Hold room for the duration of the block.
 
-        Raises:
-            RequestRefusal: 413 for more tokens than are ever admitted, 503 if too many wait, or for too long.
+        Raises `RequestRefusal`: 413 for more tokens than are ever admitted, 503 if too many wait, or for too long.
         """
         if tokens > self._most:
             raise RequestRefusal(

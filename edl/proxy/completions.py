@@ -1,8 +1,8 @@
 """vLLM's completions protocol: the body of `POST /v1/completions`, checked, and the JSON of answers.
 
 A field that asks for something the proxy cannot do is refused by name. A field that matters only for generation
-(penalties, `top_p`, `seed`, ...) is ignored. Position p of `prompt_logprobs` is the prediction OF
-token p, which is row p - 1 of the labels; position 0 is null.
+(penalties, `top_p`, `seed`, ...) is ignored. Position p of `prompt_logprobs` is the prediction OF token p, which is row
+p - 1 of the labels; position 0 is null.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ from edl.quoting import clip, listed, shown
 
 _MAX_ID: Final = np.iinfo(np.int32).max
 _SINGLE: Final = ("n", "best_of")
-_CHANGING: Final = ("truncate_prompt_tokens", "prompt_embeds")
-"""These would change the prompt."""
+_CHANGING: Final = ("truncate_prompt_tokens", "prompt_embeds")  # these would change the prompt
 _LEAST_WEIGHT: Final = 16  # tokens, whose labels take about as many bytes as the rest of a prompt's state
-PIECE_ENTRIES: Final = 4096
-"""Entries that are encoded at a time: some megabytes, and milliseconds that block other requests."""
-_LEAST: Final = -9999.0
-"""Replaces minus infinity, which JSON lacks; vLLM writes the same."""
+PIECE_ENTRIES: Final = 4096  # encoded at a time: some megabytes, and milliseconds that block other requests
+_LEAST: Final = -9999.0  # replaces minus infinity, which JSON lacks; vLLM writes the same
 _ERROR_TYPES: Final = {400: "BadRequestError", 401: "Unauthorized", 404: "NotFoundError"}
 
 
@@ -63,11 +60,7 @@ class CompletionRequest:
 
 
 def read_request(body: bytes, models: Collection[str], max_k: int) -> CompletionRequest:
-    """Read and check the body of a request to one of these models.
-
-    Raises:
-        RequestRefusal: 400 or 404, with the field and its value.
-    """
+    """Read and check the body of a request to one of these models; raise `RequestRefusal` (400 or 404)."""
     try:
         return _read_fields(json.loads(body), models, max_k)
     except (ValueError, RecursionError) as exc:

@@ -1,8 +1,8 @@
 """Scorers of a proxy: one per service, number of entries and temperature that clients request.
 
-A `Scorer` asks its teachers for one `k` at one temperature. So a request for 8 entries stays small on a proxy that
-allows 128, and suits any teacher with `--top-k 8` or more. Each service has its own scorer from the start, which also
-reports live teachers; the others open with the first request that needs them.
+A `Scorer` asks for one `k` at one temperature. So a request for 8 entries stays small on a proxy that allows 128, and
+suits any teacher with `--top-k 8` or more. Each service has its own scorer from the start, which also reports live
+teachers; the others open with the first request that needs them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from edl.distill.options import Policy
 from edl.proxy.completions import RequestRefusal
 from edl.proxy.settings import ProxySettings
 
-_MOST_OPEN: Final = 16
-"""Each has connections to all teachers of its service; a trainer uses one or two numbers of entries."""
+_MOST_OPEN: Final = 16  # each connects to all teachers of its service; a trainer uses one or two numbers of entries
 _RETRY_S: Final = 1.0
 _POLICY: Final = Policy(aside_s=0.1, failures_to_open=10, open_max_s=2.0)
-"""A request that fails at a teacher is sent to another, and is abandoned after three failures. These must not cost
-other clients the teacher, which may answer their prompts well."""
+"""A failed request goes to another teacher, and is abandoned after three failures. These must not cost other clients
+the teacher, which may answer their prompts well."""
 
 _T = TypeVar("_T")
 
@@ -62,11 +61,7 @@ class ScorerPool:
 
     @contextlib.asynccontextmanager
     async def use(self, key: ScorerKey) -> AsyncIterator[Scorer]:
-        """Hold a scorer for the duration of the block.
-
-        Raises:
-            RequestRefusal: 503 if all scorers that may be open are in use.
-        """
+        """Hold a scorer for the block; raise `RequestRefusal` 503 if all that may be open are in use."""
         async with self._changing:
             if key not in self._open:
                 if len(self._open) >= _MOST_OPEN + len(self._settings.services):
@@ -118,10 +113,7 @@ class ScorerPool:
 
 
 async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function in a thread, and wait for its end also if the caller is cancelled.
-
-    Until then the call holds its arguments, and the caller holds the room for them.
-    """
+    """Call a function in a thread, and wait for its end even if cancelled: until then it holds its arguments."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

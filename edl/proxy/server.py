@@ -15,8 +15,7 @@ from edl.proxy.settings import ProxySettings
 
 logger = logging.getLogger(__name__)
 
-_MOST_CONNECTIONS: Final = 2048
-"""TRL's asynchronous trainer has 128 requests in flight per process."""
+_MOST_CONNECTIONS: Final = 2048  # TRL's asynchronous trainer has 128 requests in flight per process
 _POLL_S: Final = 0.05  # while waiting for a closing proxy's last answer
 
 

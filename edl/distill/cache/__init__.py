@@ -1,13 +1,7 @@
 """Caches soft labels, so that teachers are asked only once for inputs that do not change.
 
 `SoftLabelCache` stores rows by sample id, separately for each `CacheKey` (everything else that an answer depends on),
-in memory or in a folder that several processes may share. `load_labels` reads a whole folder. Modules:
-
-- `records`: the identity of labels, and the encoding of a row of several outputs as bytes;
-- `folder`: the records on disk, in a SQLite database;
-- `store`: the cache's interface, and the records in memory; `labels`: `load_labels`.
-
-Deciding when to ask teachers does not belong here.
+in memory or in a folder that several processes may share. `load_labels` reads a whole folder.
 """
 
 from __future__ import annotations

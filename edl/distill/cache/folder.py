@@ -5,12 +5,12 @@
     key      what labels depend on (`CacheKey` as JSON), the layout of their records, their data set
     label    a record under a key and sample id, with a checksum; numbers grow, so the lowest is the oldest
 
-Several processes share the database; in WAL mode none waits to read. The labels of a `put` are one transaction, which
-need not be on disk when it ends (`synchronous = NORMAL`), because a sync takes longer than the labels: a killed process
-loses nothing, a power failure everything since the last `flush`.
+Several processes share the database; in WAL mode none waits to read. The labels of a `put` are one transaction, without
+a sync (`synchronous = NORMAL`), which would take longer than the labels: a killed process loses nothing, a power
+failure everything since the last `flush`.
 
-A key's number is random, and changes when its labels are discarded because the data changed. Each process remembers the
-number that it began with, and each of its transactions checks it, so no label of the old data is added afterwards.
+A key's number is random, and changes when its labels are discarded because the data changed. Each transaction checks
+the number that its process began with, so no label of the old data is added afterwards.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ logger = logging.getLogger("edl.distill")
 
 _DATABASE = "labels.sqlite"
 _PAGE_NBYTES = 8192
-"""Two rows of 1,000 float32. Larger pages speed up reading labels of texts and slow down reading single rows."""
-_JOURNAL_PAGES = (48 << 20) // _PAGE_NBYTES
-"""Pages after which the journal is moved into the database, with a sync: enough that syncs cost little."""
+"""Two rows of 1,000 float32. Larger pages speed up reading labels of texts, and slow down reading single rows."""
+_JOURNAL_PAGES = (48 << 20) // _PAGE_NBYTES  # after which the journal is moved into the database, with a sync
 _TABLES = Tables(
     kind="soft-label cache",
     application_id=0x45444C43,  # "EDLC"
@@ -64,20 +63,15 @@ _TABLES = Tables(
     ),
     new_pragmas=(f"page_size = {_PAGE_NBYTES}", "auto_vacuum = INCREMENTAL"),  # the latter for a lowered bound
 )
-_NUMBER_BITS = 62
-"""Random bits of a key's number, which must not repeat; SQLite's integers have 63."""
+_NUMBER_BITS = 62  # of a key's random number, which must not repeat; SQLite's integers have 63
 _NUMBER = "(SELECT number FROM key WHERE text = ?)"
 _KEY = "SELECT number, layout, coalesce(data_set, '') FROM key WHERE text = ?"
-_PART = 16
-"""A transaction adds at most a sixteenth of the bound, so that few labels are deleted too early."""
-_LABEL_NBYTES = 128
-"""Bytes that a label takes in the database in addition to its record."""
-_BUSY_S = 30.0
-"""How long to wait while another process writes: a slow disk takes seconds per batch."""
-READ_AT_ONCE = 64
-"""Labels to read at a time when reading many, so that memory stays bounded for wide rows."""
+_PART = 16  # a transaction adds at most a sixteenth of the bound, so that few labels are deleted too early
+_LABEL_NBYTES = 128  # of a label in the database in addition to its record
+_BUSY_S = 30.0  # how long to wait while another process writes: a slow disk takes seconds per batch
+READ_AT_ONCE = 64  # labels to read at a time when reading many, so that memory stays bounded for wide rows
 _MOST_VERIFIED = 1 << 22
-"""Number of labels remembered as verified, about 200 bytes each: hashing a label takes as long as reading it."""
+"""Labels remembered as verified, about 200 bytes each: hashing a label takes as long as reading it."""
 
 
 @dataclass(eq=False)
@@ -103,8 +97,8 @@ class Namespace:
 class LabelFolder:
     """Reads and writes labels; creates nothing if `read_only`. Thread-safe.
 
-    Counts the labels `evicted` to make room, and the `failures` of `put`; `failure` is the last one. Remembers the keys
-    and ids of labels found `damaged`, and why the folder was last `unreadable`.
+    Counts the labels `evicted` to make room, and the `failures` of `put`; `failure` is the last one. Remembers labels
+    found `damaged`, and why the folder was last `unreadable`.
     """
 
     def __init__(self, path: object, limit_bytes: int | None = None, *, read_only: bool = False) -> None:
@@ -195,7 +189,6 @@ class LabelFolder:
                 self._warn(f"labels of {space.key} are left out: {exc}")
 
     def _found_key(self, space: Namespace) -> tuple[int, str | None, str] | None:
-        """Return number, layout and data set of a key."""
         return next(iter(self._query(_KEY, space.text)), None)
 
     def ids(self, space: Namespace) -> list[SampleId]:
@@ -256,13 +249,10 @@ class LabelFolder:
             space.data_set = found[2]
 
     def note_data_set(self, space: Namespace, text: str, *, relabel: bool = False) -> None:
-        """Record which data the labels belong to, for a later process to compare.
+        """Record which data the labels belong to, for a later process to compare. Call this before reading labels.
 
-        With `relabel`, also delete the labels, which belong to other data. Call this before reading labels.
-
-        Raises:
-            ConflictError: Another process recorded other data since `data_set` was called.
-            TemporaryError: The folder could not be written.
+        With `relabel`, also delete the labels, which belong to other data. Raises `ConflictError` if another process
+        recorded other data since `data_set` was called, and `TemporaryError` if the folder could not be written.
         """
         with self._writing.transaction() as db:
             number, _, there = self._row_of(db, space)

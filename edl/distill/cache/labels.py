@@ -101,7 +101,6 @@ class LabelSet:
         return {name: padded(output[index], kept) for name, output in self.outputs.items()}
 
     def _rows_of_texts(self, ids: Ids, texts: Mapping[str, Sequence[Array]] | None) -> list[Array]:
-        """Return the rows of each of these sequences, after comparing their texts if given."""
         sequences = self.sequences
         if sequences is None:
             raise SettingsError("these are labels of rows: read them with rows(ids)")

@@ -1,7 +1,6 @@
 """Labels: the key and the id under which each is stored, and the encoding of its outputs as bytes, its record.
 
-`CacheKey` identifies everything that all samples of a teacher and data set share. Ids are integers or strings. They may
-have fingerprints of the inputs, which distinguish texts that appear under the same id: always for sequences
+Ids may have fingerprints of the inputs, which distinguish texts that appear under the same id: always for sequences
 (`SequenceIds`), for one row in 16 otherwise (`RowIds`).
 
 A record is the fingerprint of the sample's inputs (0 if not computed), followed by the sample's rows: one, or those of
@@ -29,16 +28,12 @@ from edl.settings import is_above_zero, is_count
 SampleId: TypeAlias = int | str
 Ids: TypeAlias = Sequence[SampleId] | Array
 Outputs: TypeAlias = Mapping[str, Array | TopK]
-Head: TypeAlias = tuple[int, bytes]
-"""Rows and fingerprint of a sample."""
+Head: TypeAlias = tuple[int, bytes]  # rows and fingerprint of a sample
 
-FINGERPRINT_NBYTES = 8
-"""Two texts share a fingerprint by chance in 1 of 2**64 cases; it does not stop an attacker."""
-UNKNOWN = bytes(FINGERPRINT_NBYTES)
-"""Replaces a fingerprint that was not computed."""
+FINGERPRINT_NBYTES = 8  # two texts share one by chance in 1 of 2**64 cases; it does not stop an attacker
+UNKNOWN = bytes(FINGERPRINT_NBYTES)  # replaces a fingerprint that was not computed
 _FINGERPRINTED_ONE_IN = 16
-"""One row in this many has a fingerprint: hashing every image would take a core, and a data set that changed as a whole
-is noticed at once."""
+"""Hashing every image would take a core, and a data set that changed as a whole is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -242,12 +237,10 @@ def _bytes_of(values: Array) -> bytes:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The columns of a row.
+    """The columns of a row: a structured dtype, little-endian, its fields sorted by name.
 
-    Attributes:
-        columns: A structured dtype, little-endian, its fields sorted by name.
-        top_k: Temperature and number of classes of each output that is `TopK`.
-        sequence_inputs: The inputs that fingerprints of sequences cover; None if records are rows.
+    `top_k` holds the temperature and the number of classes of each output that is `TopK`, `sequence_inputs` the inputs
+    that fingerprints of sequences cover; None if records are rows.
     """
 
     columns: np.dtype[Any]
@@ -261,8 +254,7 @@ class RowLayout:
     def merged(self, other: RowLayout) -> RowLayout | None:
         """Return the common layout of both layouts' records; None if they cannot be combined.
 
-        Teachers of one model may or may not know its number of classes (an engine behind a gateway does not): the
-        number is compared only if both know it.
+        Numbers of classes are compared only if both are known: an engine behind a gateway does not know its own.
         """
         ours, theirs = self.top_k, other.top_k
         if (self.columns, self.sequence_inputs, {*ours}) != (other.columns, other.sequence_inputs, {*theirs}):

@@ -1,11 +1,9 @@
 """`SoftLabelCache`: soft labels by key and sample id, in a folder or in memory. `CacheView`: the labels of one key.
 
-`put` packs outputs into records and passes them to the `LabelFolder`, or without a folder to `MemoryTier`. A folder's
-records are not also kept in memory: the system caches them, and unpacking takes as long as reading.
+Records in a folder are not also kept in memory: the system caches them, and unpacking takes as long as reading.
 
 A training loop is the worst case for LRU eviction: an epoch uses every row once, so each is evicted just before it is
-needed again. So a full `MemoryTier` turns new rows away: existing rows stay and are found again. Only rows of a key
-that is no longer used, such as those of an older teacher, make room.
+needed again. So a full `MemoryTier` turns new rows away; only rows of a key that is no longer used make room.
 """
 
 from __future__ import annotations
@@ -41,10 +39,8 @@ from edl.settings import is_above_zero
 
 logger = logging.getLogger("edl.distill")
 
-_LEAST_BYTES = 1 << 20
-"""The smallest bound on disk: the tables alone take tens of KB."""
-ROW_OVERHEAD = 256
-"""Bytes that a row takes in memory in addition to its record: Python objects and the dictionary entry."""
+_LEAST_BYTES = 1 << 20  # the smallest bound on disk: the tables alone take tens of KB
+ROW_OVERHEAD = 256  # bytes of a row in memory in addition to its record: Python objects and the dictionary entry
 IDLE_AFTER_CALLS = 1024
 """Calls after which an unused key's rows are evicted: several epochs of other keys, to keep an ensemble's rows."""
 
@@ -319,7 +315,6 @@ class CacheView:
         self._keep(layout, dict(zip(samples, layout.pack(arrays, heads), strict=True)))
 
     def _keep(self, layout: RowLayout, records: Mapping[SampleId, bytes]) -> None:
-        """Store packed records, such as those of another folder."""
         cache, space = self._cache, self.space
         cache.records.refresh(space)
         with cache.lock:
@@ -368,7 +363,6 @@ class CacheView:
         )
 
     def _records(self, samples: list[SampleId], heads: list[Head] | None) -> list[bytes | None]:
-        """Return the records, None for a missing one or one of another text."""
         found = self._cache.records.read(self.space, samples)
         records = [found.get(sample) for sample in samples]
         layout = self.layout
@@ -384,10 +378,7 @@ class CacheView:
         return records
 
     def _compare_inputs(self, ids: RowIds, records: Sequence[bytes | None]) -> None:
-        """Warn of a row whose inputs differ from those that its label was stored for.
-
-        The label is still used: image decoders differ slightly between machines.
-        """
+        """Warn of a row with other inputs than its label's, which is still used: image decoders differ slightly."""
         for sample, record in zip(ids, records, strict=True):
             head = record[: len(UNKNOWN)] if record is not None else UNKNOWN
             if head != UNKNOWN and ids.fingerprints.get(sample, head) != head:
@@ -408,14 +399,13 @@ def _kind(inputs: Sequence[str] | None) -> str:
 
 
 def _split(ids: Ids | SequenceIds) -> tuple[SequenceIds | None, list[SampleId]]:
-    """Return the `SequenceIds`, if these are any, and plain ids."""
     return (ids, as_ids(ids.ids)) if isinstance(ids, SequenceIds) else (None, as_ids(ids))
 
 
 class MemoryTier:
-    """Records of all keys, within `limit_bytes` including bookkeeping. Counts the rows `evicted` to make room.
+    """Records of all keys, within `limit_bytes` including bookkeeping. Counts the rows `evicted`. Thread-safe.
 
-    Thread-safe. Has those methods of a `LabelFolder` that every cache needs.
+    Has those methods of a `LabelFolder` that every cache needs.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -1,10 +1,7 @@
 """Labels a data set ahead of time, into the folder of a `SoftLabelCache`.
 
-- `fingerprint`: which data a folder has labels for, and whether the data change during a run (`DataGuard`);
-- `labeller`: `Labeller` labels a whole data set in one process;
-- `shards`: `ShardLabeller` labels ranges of rows that a `ShardSource` hands out to several processes.
-
-Handing out ranges does not belong here: `edl label --job` connects `ShardLabeller` to a master.
+`Labeller` labels a whole data set in one process, `ShardLabeller` ranges of rows that a `ShardSource` hands out to
+several processes. A `DataGuard` detects labels of other data.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Detects which data a folder has labels for, and whether these data change while they are labelled.
 
 Labels are stored by sample id, which is usually a position, so labels of an edited file look like those of the
-original. A folder and a job therefore remember a `DataFingerprint` of a few rows: cheap enough for a folder of images,
-and the same on every machine. Within a run, size, modification time and inode of each local file are compared too.
-
-Sequences are an exception: their labels contain a fingerprint of the text, so another text's label is never used.
+original. A folder and a job therefore remember a `DataFingerprint` of a few rows. Within a run, size, modification time
+and inode of each local file are compared too. Labels of sequences need none of this: they contain a fingerprint of the
+text.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ from edl.protocol.tensors import Array
 
 logger = logging.getLogger("edl.distill")
 
-_ROWS = 16
-"""Rows to compare: 16 image files take 0.2 s, and detect a change of every tenth row in four of five cases."""
-_MIXED = "changed while it was labelled"
-"""Replaces a folder's checksum if its labels may be of two versions of the data."""
+_ROWS = 16  # to compare: 16 image files take 0.2 s, and show a change of every tenth row in four of five cases
+_MIXED = "changed while it was labelled"  # replaces a checksum if labels may be of two versions of the data
 FileStates: TypeAlias = Mapping[str, os.stat_result]
 
 
@@ -58,7 +55,7 @@ class DataFingerprint:
     def of(cls, data: LabelDataset, rows: int | None = None) -> DataFingerprint:
         """Load a few of the first `rows` rows of a data set, or the first 16 if it can only be read in sequence.
 
-        A row that cannot be loaded is not an error here; the failure is part of the checksum.
+        A failure to load a row is part of the checksum.
         """
         if not isinstance(data, IndexedData):
             first = (itertools.islice(data.batches(_ROWS, _none_known), 1) for _ in range(2))
@@ -76,11 +73,7 @@ class DataFingerprint:
 
     @classmethod
     def from_json(cls, text: str) -> DataFingerprint:
-        """Parse the text of `to_json`.
-
-        Raises:
-            ValueError: The text is not from `to_json`.
-        """
+        """Parse the text of `to_json`; raise `ValueError` for any other text."""
         try:
             fields = json.loads(text)
             return cls(**{**fields, "inputs": tuple(fields["inputs"])})

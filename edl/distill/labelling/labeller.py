@@ -1,7 +1,7 @@
 """`Labeller`: connects to teachers, and labels a whole data set in one process, into a folder.
 
-A run is a stream of batches through the teachers (`label_batches`), whose labels a thread of the session puts into the
-folder. A run waits for that thread before its queue is full, and checks which rows have a label.
+A run streams batches through the teachers (`label_batches`); a thread of the session stores their labels. A run waits
+for that thread before its queue is full, and checks which rows have a label.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from edl.distill.transport.schema import OutputSpec
 from edl.errors import BadOutputError, EDLError, RejectedError, SettingsError, SourceError, TemporaryError
 from edl.protocol.tensors import Array
 
-OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)
-"""Errors caused by a row, on any worker. All others are the worker's own."""
+OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)  # caused by a row, on any worker; others are the worker's
 _LOST_LABELS = "either the disk is too slow, or the teachers serve different versions of the model"
-_SETTLE_EVERY = 32
-"""Largest number of batches between two waits for the folder."""
+_SETTLE_EVERY = 32  # batches between two waits for the folder, at most
 _LONGEST_PAUSE_S = 2.0
-"""Longest pause of a failing teacher. With more, a few bad rows take minutes each if only these are left: between them
-the teacher has no successful answer to end its pause."""
+"""Longest pause of a failing teacher. With more, a few bad rows at the end take minutes each: no successful answer in
+between ends the pause."""
 _SEQUENCES_REMEDY = (
     "give it sequences (a .jsonl or .parquet file, an .npz file with --offsets, or a function with --sequences)"
 )
@@ -47,11 +45,7 @@ _ROWS_REMEDY = (
 
 @dataclass(frozen=True)
 class LabelPlan:
-    """The labels to request.
-
-    If several processes share a run, `output_spec` must name the model's version: each version's labels are stored
-    separately.
-    """
+    """The labels to request. If several processes share a run, `output_spec` must name the model's version."""
 
     teachers: Teachers
     output_spec: OutputSpec
@@ -131,7 +125,6 @@ class Labeller:
         return self._progress(self._data.rows)
 
     def _check_stored(self, lost: int) -> None:
-        """Raise `TemporaryError` for rows that were labelled and have no label in the folder."""
         if lost:
             why = self._folder.failure or _LOST_LABELS
             raise TemporaryError(f"{lost} rows were labelled but not stored: {why}; run the same command again")
@@ -149,7 +142,6 @@ class Labeller:
         return LabelProgress(total, self._known, self._labelled, seconds, self._session.stats().teachers_live)
 
     def _label_unknown(self) -> int:
-        """Label all rows without a label; return how many still have none."""
         lost = 0
         unsettled: list[Sequence[SampleId] | SequenceIds] = []
 
@@ -182,8 +174,8 @@ class Labeller:
 
 
 def session_of(plan: LabelPlan, cache: SoftLabelCache) -> LabelSession:
-    """Connect to the teachers of a plan."""
     # The queue also has room for the answers that arrive while a run waits for the disk, so none is dropped.
+    """Connect to the teachers of a plan."""
     options = replace(plan.options, cache_queue_bytes=plan.options.cache_queue_bytes + plan.options.memory_bytes)
     return LabelSession(LabelRequest(plan.output_spec, [plan.teachers], options, CacheConfig(cache, plan.dataset)))
 
@@ -197,10 +189,8 @@ def label_batches(
 ) -> None:
     """Send batches of a data set to teachers, and call `answered` with each labelled batch, in order.
 
-    If this returns, or raises one of `OF_THE_ROWS`, no thread uses `batches` any longer.
-
-    Raises:
-        TemporaryError: The data set is still loading a sample after `source_timeout_s`.
+    If this returns, or raises one of `OF_THE_ROWS`, no thread uses `batches` any longer. Raises `TemporaryError` if the
+    data set is still loading a sample after `source_timeout_s`.
     """
     getters = {name: _input(name) for name in data.inputs}
     kind = SequenceColumnsCutter if data.sequences else BatchCutter
@@ -240,10 +230,7 @@ def lookup_of(
 
 
 def _check_kind(data: LabelDataset, session: LabelSession) -> None:
-    """Check that data and model are both of rows or both of sequences, once the first teacher has reported its model.
-
-    It also tells the data set which input of the model holds positions.
-    """
+    """Check that data and model are both of rows or both of sequences, and tell the data its input of positions."""
     spec = session.labeller.model_spec()
     if bool(spec.sequences) != data.sequences:
         kinds = ("sequences", "rows") if data.sequences else ("rows", "sequences")

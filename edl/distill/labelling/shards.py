@@ -1,10 +1,9 @@
 """`ShardLabeller`, which labels ranges of rows from a `ShardSource` and reports each once its labels are on disk.
 
-The caller's thread takes a shard and starts a stream of batches; the loading thread adds further shards while there are
-any. From time to time, and whenever a stream has ended, the caller's thread commits: it waits until all labels are on
-disk, and reports the shards whose rows all have one. If a row fails (teachers refuse it, or it cannot be loaded), its
-stream ends. The rows of its shard are then bisected: the good ones are labelled, and the shard is reported failed with
-the ids of the others.
+The caller's thread takes a shard and starts a stream of batches, to which the loading thread adds further shards. From
+time to time, and after each stream, the caller's thread commits: it waits until all labels are on disk, and reports the
+shards whose rows all have one. A bad row (teachers refuse it, or it cannot be loaded) ends its stream. The rows of its
+shard are then bisected: the good ones are labelled, and the shard is reported failed with the ids of the others.
 
 The threads share queues with atomic operations; the caller's thread changes anything else only after the other's end.
 """
@@ -39,29 +38,19 @@ from edl.protocol.tensors import Array
 
 logger = logging.getLogger("edl.distill")
 
-_LOOK_S = 0.2
-"""Wait for a shard before the worker checks whether it should end: too short for a person to notice."""
+_LOOK_S = 0.2  # wait for a shard before the worker checks whether it should end: too short for a person to notice
 _FIRST_COMMIT_S, _LAST_COMMIT_S, _COMMIT_SHARE = 0.5, 10.0, 0.02
 """Time between two commits, each of which waits for the disk: a fiftieth of the time so far, so that a crash costs
 little; at most as long as a person waits for figures."""
-_BUSY_SHARE = 0.05
-"""Share of the time that commits may take on a slow disk: meanwhile answers queue, and teachers may wait."""
-_MOST_SKIPPED = 64
-"""Already labelled shards to take in a row before a report: a folder may have a whole job's labels."""
-_FEW_ROWS = 8
-"""A shard with at most this many rows left, and others labelled, is tried row by row: it probably failed before."""
-_MOST_BAD = 8
-"""Bad rows named per shard: people read the first few, and if all rows are bad, trying each is a waste."""
-_LONGEST_TRY_S = 20.0
-"""Time limit for a bad shard's rows: a teacher that fails slowly must not block a worker for hours."""
-_PAUSE_S = 0.05
-"""Pause of a teacher that failed while rows are tried: the row is at fault, not the teacher."""
-_NEVER = 1 << 30
-"""Failures in a row after which a teacher is set aside while rows are tried: more than there are rows."""
-_MOST_FAILED = 3
-"""Shards that may fail in a row, with no row labelled, before the worker ends: the rows are then not at fault."""
-_LONGEST_REASON = 1000
-"""Characters of a reason: the master keeps one for every failure, and data set errors contain whole tracebacks."""
+_BUSY_SHARE = 0.05  # of the time that commits may take on a slow disk; meanwhile answers queue
+_MOST_SKIPPED = 64  # labelled shards to take in a row before a report: a folder may have a whole job's labels
+_FEW_ROWS = 8  # a shard with at most this many rows left, and others labelled, probably failed before: try each row
+_MOST_BAD = 8  # bad rows named per shard: people read the first few, and if all are bad, trying each is a waste
+_LONGEST_TRY_S = 20.0  # for a bad shard's rows: a teacher that fails slowly must not block a worker for hours
+_PAUSE_S = 0.05  # of a teacher that failed while rows are tried: the row is at fault, not the teacher
+_NEVER = 1 << 30  # failures in a row that set a teacher aside while rows are tried: more than there are rows
+_MOST_FAILED = 3  # shards that may fail in a row without a labelled row; after that, the rows are not at fault
+_LONGEST_REASON = 1000  # characters: the master keeps each reason, and data set errors contain whole tracebacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +239,7 @@ class ShardLabeller(Labeller):
     def _find_bad_rows(self, parts: list[Array]) -> tuple[dict[int, str], int]:
         """Label rows together, bisecting those that fail; return why rows failed, and how many are left.
 
-        This uses separate connections: here a failure is the row's fault, and the teacher stays in use.
+        Separate connections keep the teacher in use, since here a failure is the row's fault.
         """
         options = self._plan.options
         policy = replace(
@@ -285,7 +274,7 @@ class ShardLabeller(Labeller):
     def _take(self, timeout_s: float) -> bool:
         """Take a shard, and queue its rows without a label; return whether there was one.
 
-        An error is kept for the caller's thread: raised within `data.load`, it would look like a sample's error.
+        Errors are kept for the caller's thread: raised within `data.load`, they would look like a sample's.
         """
         try:
             shard = self._source.take(timeout_s)
@@ -319,7 +308,6 @@ class ShardLabeller(Labeller):
         return [index[start : start + rows] for start in range(0, len(index), rows)]
 
     def _unknown(self, shard: RowShard) -> Array:
-        """Return the positions of the shard's rows that have no label, or a damaged one."""
         return self._data.unknown(self._is_known, shard.start, shard.stop)
 
     def _is_known(self, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None) -> Array:
@@ -334,7 +322,7 @@ class ShardLabeller(Labeller):
     def _hand_out(self) -> Iterator[Array]:
         """Yield rows to load while some are available without a wait.
 
-        Loaders read ahead. A loader waiting here would keep loaded rows from being labelled and their shards from being
+        Loaders read ahead: one waiting here would keep loaded rows from being labelled, and their shards from being
         completed, which other workers may be waiting for in the same way.
         """
         while self._has_more(0.0):
@@ -346,11 +334,7 @@ class ShardLabeller(Labeller):
 
 
 def _loaded(data: IndexedData, parts: Iterable[Array]) -> Iterator[Batch]:
-    """Yield a batch for each part, and check the count: a missing batch would be waited for forever.
-
-    Raises:
-        SourceError: The data set's code raised an error, or yields too few batches.
-    """
+    """Yield a batch for each part; raise `SourceError` for an error in the data set's code, or a missing batch."""
     taken = loaded = 0
 
     def counted() -> Iterator[Array]:

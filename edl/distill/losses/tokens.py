@@ -1,9 +1,4 @@
-"""Losses over the tokens of sequences: row t holds token t and the prediction of token t + 1.
-
-`token_loss` (`edl.distill.divergences`) takes the student's logits. `chunked_token_loss` takes its hidden states and
-applies the head to a chunk of tokens at a time, so that the logits of all tokens never exist at once. `sampled_kl` and
-`target_labels` are for tokens that the student chose: sampled, or most likely.
-"""
+"""Losses over the tokens of sequences: row t holds token t and the prediction of token t + 1."""
 
 from __future__ import annotations
 
@@ -42,11 +37,10 @@ TokenCount = int | float | Tensor | None
 """Divisor of a sum over tokens; None for the number of this call's tokens that the mask keeps."""
 
 _CHUNK_LOGITS = 2**25
-"""Logits per chunk: 128 MiB in float32, with a handful of copies alive at once. More takes more memory; with a few
-hundred tokens or fewer per chunk, the head's matrix product no longer fills an accelerator."""
+"""Logits per chunk: 128 MiB in float32, with a handful of copies alive at once. With a few hundred tokens or fewer per
+chunk, the head's matrix product no longer fills an accelerator."""
 
-_USUAL_VOCABULARY = 2**17
-"""Vocabulary size if neither labels nor head give it; chunks grow by the factor by which this guess is too small."""
+_USUAL_VOCABULARY = 2**17  # if neither labels nor head give its size
 
 
 def chunked_token_loss(
@@ -66,9 +60,9 @@ def chunked_token_loss(
 ) -> Tensor:
     """Compute `token_loss` of `head(hidden)`, with the logits of only one chunk of tokens at a time.
 
-    The logits of 8,192 tokens over 152,000 are 5 GB in float32, and a loss keeps several copies of them. Here each
-    chunk's logits are computed, and recomputed for the backward pass. Masked tokens cost nothing, not even the head.
-    Source of the idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
+    The logits of 8,192 tokens over 152,000 are 5 GB in float32, and a loss keeps several copies. Here each chunk's
+    logits are computed, and recomputed for the backward pass. Masked tokens cost nothing. Source of the idea: Hsu et
+    al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
 
     Args:
         hidden: Hidden states before the head, floating-point [rows, ..., features].
@@ -144,7 +138,7 @@ KLEstimator: TypeAlias = Literal["k1", "k3"]
 
 _MOST_NATS = 20.0
 """Largest absolute log-ratio of a sampled token (e^20 is 5e8). float32 overflows at e^88; long before that, a single
-token that one of the two models finds almost impossible would dominate the loss."""
+token that one model finds almost impossible would dominate the loss."""
 
 
 def token_log_probabilities(student_logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -240,9 +234,8 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
         token_loss(student_logits, labels, mask=mask, beta=1).backward()
 
     In the reverse direction the student's probabilities are the weights, so its own most likely tokens matter more than
-    the teacher's. The tail is 1 minus the sum of the teacher's probabilities. They are float32, so a tail below about
-    1e-6 is rounding error; the floor of the reverse direction is not smaller than that. Half precision is refused,
-    because a tail below 1e-3 would be rounding error.
+    the teacher's. The tail is 1 minus the sum of the teacher's probabilities; below about 1e-6 it is rounding error in
+    float32, but the floor of the reverse direction is no smaller. In half precision, that would be 1e-3.
 
     Args:
         targets: Token ids, whole numbers [rows, ..., m], each at most once in a row.

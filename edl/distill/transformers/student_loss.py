@@ -1,7 +1,7 @@
 """What a `DistillTrainer` learns from a batch: its texts, `DistillArguments`, and the loss.
 
-Texts may be padded on either side or packed end to end: in a batch without an attention mask, position ids that restart
-mark several texts in a row, as from `DataCollatorWithFlattening`.
+Texts may be padded on either side, or packed end to end without an attention mask, with position ids that restart at
+each text, as from `DataCollatorWithFlattening`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array, as_array
 from edl.settings import is_above_zero, is_count, is_share
 
+# Padding-free collators use these for the boundaries of texts, in addition to position ids.
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens", "seq_idx", "segment_ids")
-"""Names that padding-free collators use for the boundaries of texts, in addition to position ids."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,7 @@ class Texts:
 
 
 def find_texts(batch: Mapping[str, Any]) -> Texts:
-    """Return the texts of a batch.
-
-    Raises:
-        SettingsError: The starts of the texts cannot be determined.
-    """
+    """Return the texts of a batch; raise `SettingsError` if their starts cannot be determined."""
     ids, mask, positions = (_array(batch, name) for name in ("input_ids", "attention_mask", "position_ids"))
     if ids is None or ids.ndim != 2:
         found = sorted(batch) if ids is None else f"input_ids of shape {list(ids.shape)}"
@@ -105,10 +101,7 @@ def text_bytes(batch: Mapping[str, Any]) -> Array:
 
 
 def learned_rows(batch: Mapping[str, Any], *, shifted: bool) -> torch.Tensor:
-    """Return the bool mask [rows, length] of the tokens whose prediction is learned.
-
-    `batch`: contains `labels`, unless all tokens are learned.
-    """
+    """Return the bool mask [rows, length] of the tokens whose prediction is learned: all, if there are no `labels`."""
     ids, attended = batch["input_ids"], batch.get("attention_mask")
     rows = next_tokens(batch, shifted=shifted) != NO_LABEL
     if attended is not None:
@@ -148,8 +141,7 @@ def _starts(positions: Array) -> Array:
 # `HfArgumentParser` needs Optional[...] and Literal[...] spelled like this.
 Task = Literal["causal-lm", "masked-lm", "classification"]
 
-_TOP_K = 64
-"""Default `top_k` for tokens: the maximum of `edl serve --hf` unless --top-k changes it."""
+_TOP_K = 64  # default for tokens: the maximum of `edl serve --hf` unless --top-k changes it
 
 
 @dataclass(frozen=True)
@@ -220,8 +212,8 @@ class DistillArguments:
 
 
 _HEAD_TOLERANCE = 0.02
-"""Largest allowed difference between the head's logits and the model's, relative to the largest logit: bfloat16 keeps 8
-bits, so sums in a different order differ by less than 1 %; a soft cap or a scale that matters changes more."""
+"""Largest difference between the head's logits and the model's, relative to the largest logit. Sums in bfloat16 (8
+bits) in a different order differ by less than 1 %; a soft cap or a scale that matters changes more."""
 
 
 def student_loss(
@@ -234,8 +226,7 @@ def student_loss(
 ) -> Tensor:
     """Compute the loss of a batch: the sum over its rows, divided by the rows of the whole step.
 
-    `batch`: contains its own labels, if `hard_weight` needs them. `head`: computes logits from states, for a chunk of
-    rows at a time; None if `logits` are already logits.
+    `head` computes logits from states, for a chunk of rows at a time; None if `logits` are already logits.
     """
     weight = arguments.hard_weight
     rows, hard_rows = count if isinstance(count, Tensor) and count.ndim else (count, count)

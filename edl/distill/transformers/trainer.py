@@ -39,8 +39,7 @@ from edl.tokenizer_hash import hash_tokenizer
 
 logger = logging.getLogger("edl.distill")
 
-_LABELS = "teacher_labels"
-"""The key of a batch's labels; no model of transformers has an argument of that name."""
+_LABELS = "teacher_labels"  # the key of a batch's labels; no model of transformers has an argument of that name
 
 _ANY_ARGUMENTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -221,13 +220,11 @@ class DistillTrainer(transformers.Trainer):
         return found
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Keep the columns that teachers need."""
         super()._set_signature_columns_if_needed()
         columns: list[str] = self._signature_columns  # type: ignore[assignment]  # is set by now
         columns += [name for name in self._teacher_columns if name not in columns]
 
     def _label(self, loader: Any) -> TorchLoader[Any]:
-        """Return a prepared loader with labels."""
         arguments = self.distill_args
         inputs: Inputs | None = self._teacher_inputs
         tokens: Any = None
@@ -285,7 +282,6 @@ class DistillTrainer(transformers.Trainer):
         return batch
 
     def _states(self, outputs: Any, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the states before the head, and the head."""
         states = outputs.hidden_states[-1]
         embeddings = self.accelerator.unwrap_model(self.model).get_output_embeddings()
 

@@ -280,7 +280,6 @@ class _Training:
         return soft_loss if labels is None else plan.alpha * soft_loss + (1.0 - plan.alpha) * hard
 
     def _evaluate(self) -> dict[str, float]:
-        """Return the mean of each metric over the rows of `--eval`, shared among the workers."""
         table = self._eval_table
         assert table is not None
         own = getattr(self._definition, "metrics", None)
@@ -323,7 +322,6 @@ class _Training:
         self._batch(table, [0])
 
     def _needed(self, found: Columns) -> Columns:
-        """Return the used columns, which must be tensors."""
         for name in self._names:
             if name not in found:
                 raise SettingsError(
@@ -367,7 +365,6 @@ class _Training:
             raise SettingsError(f"--output {self._plan.output} cannot be written: {exc}") from exc
 
     def _export(self) -> None:
-        """Write the weights, the metrics and the exported network into the output folder."""
         network = deepcopy(self._network).cpu().eval()
         with tempfile.TemporaryDirectory() as folder:
             save_model(network, f"{folder}/model.safetensors")
@@ -399,7 +396,6 @@ class _Training:
 
 
 def _hard_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Compute the default loss: cross-entropy for classes, squared error for numbers."""
     numbers = labels.is_floating_point()
     if outputs.numel() != labels.numel() if numbers else outputs.shape[:-1] != labels.shape:
         expected = "as many numbers" if numbers else "the logits of the classes for each of them"

@@ -154,7 +154,6 @@ def _find_root(location: str) -> str:
 
 
 def _plain_folder(pattern: str) -> str:
-    """Return the path up to the last folder before the first wildcard, with a slash at the end."""
     return f"{re.split(r'[*?[]', pattern, maxsplit=1)[0].rpartition('/')[0]}/"
 
 

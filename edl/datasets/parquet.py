@@ -106,7 +106,6 @@ class ParquetDataset(Dataset):
             start += count
 
     def _check_file(self, file: int) -> Any:
-        """Return a file's metadata; raise if the file has changed."""
         path, stat = self._paths[file], stat_file(self._paths[file])
         if self._footer[:2] == (file, stat) and stat.version:
             return self._footer[2]

@@ -355,7 +355,6 @@ def _json_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str,
 
 
 def _parquet_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each row is, and the row, with arrays in place of lists."""
     parquet = import_parquet()
     number = 0
     with parquet.ParquetFile(path) as file:  # pyarrow's errors are `OSError` and `ValueError`
@@ -402,7 +401,6 @@ def _mixes_booleans(values: list[Any]) -> bool:
 
 
 def _joined(name: str, parts: Sequence[Array]) -> Array:
-    """Return all parts in one array; token ids in half the memory, if all of them fit."""
     full = [part for part in parts if len(part)]
     kinds = {f"{'integers' if part.dtype.kind in 'iu' else part.dtype} {list(part.shape[1:])}" for part in full}
     if len(kinds) > 1:

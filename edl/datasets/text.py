@@ -348,7 +348,6 @@ class RecordsDataset(_TextDataset):
 
 
 def _check_uncompressed(path: str) -> None:
-    """Refuse a compressed file, which cannot be read by offset."""
     head = read_range(path, 0, max(map(len, _COMPRESSED)))
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
@@ -380,7 +379,6 @@ def _check_encoding(options: dict[str, Any]) -> None:
 
 
 def _parse_rows(path: str, at: int, data: bytes, options: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the records in the bytes of a file from offset `at` on."""
     csv.field_size_limit(max(csv.field_size_limit(), _FIELD_LIMIT))  # for the whole process: only ever raised
     quoting: Any = csv.QUOTE_NONE if options["quotechar"] is None else csv.QUOTE_MINIMAL
     lines = io.BytesIO(data if at else data.removeprefix(_BOM)).readlines()

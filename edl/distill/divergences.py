@@ -177,7 +177,6 @@ def logit_mse(student_logits: T, teacher_logits: T | Array, *, reduction: Reduct
 
 
 def _log_probabilities(student_logits: Any, teacher: Any, temperature: float, teacher_is: TeacherIs) -> tuple[Any, Any]:
-    """Return the logarithms of the teacher's and the student's probabilities at `temperature`."""
     check_temperature(temperature)
     _check_teacher_is(teacher_is)
     student, given = of_one_shape(student_logits, teacher)
@@ -604,7 +603,6 @@ def _check_made_at(labels: TopK, temperature: float) -> None:
 
 
 def _check_classes(framework: Framework, labels: Any, classes: int) -> None:
-    """Check that labels are classes, or -100 for none."""
     if not framework.can_look(labels):
         return
     found = labels.numpy()

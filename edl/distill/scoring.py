@@ -141,7 +141,6 @@ class ScoreCalls:
         return max(min([wait_s, *(deadline - now for deadline in deadlines)]), 0.0)
 
     def _follow_versions(self, now: float) -> float:
-        """Switch to the teachers' new version between calls whose labels would not be mixed."""
         routes = {route for call in self._calls for route in call.longest}
         services = {index for route in routes for index in self._labeller.asked(route)}
         return min((self._follow_version(index, now) for index in services), default=_IDLE_S)
@@ -186,7 +185,6 @@ class ScoreCalls:
         return wait_s
 
     def _awaits_teacher(self, call: ScoreCall) -> bool:
-        """Return whether a call waits for the first teacher of a route, or for one that takes its longest sequence."""
         labeller = self._labeller
         return any(
             labeller.lacks_teacher(call.began, route) or labeller.awaits_sequence(rows, call.began, route)
@@ -211,7 +209,6 @@ class ScoreCalls:
         self._loop.wake()
 
     def _has_ended(self, call: ScoreCall, now: float) -> bool:
-        """Return whether a call has succeeded or failed, and set its future if so."""
         if call.future.cancelled():
             call.future.set_running_or_notify_cancel()
             return True

@@ -334,7 +334,6 @@ class TeacherWatcher:
         return replace(snapshot, instances=named, lapsed=lapsed)
 
     def _suggest(self, service: str) -> None:
-        """Look for a similarly named service, and log it unless it was the last one found."""
         assert self._registry is not None
         try:
             known = self._registry.services()

@@ -170,7 +170,6 @@ class AugmentedViews(Dataset[Any]):
 
 @contextlib.contextmanager
 def _seeded_random(number: int) -> Iterator[None]:
-    """Seed the random generators of Python, numpy and PyTorch on the CPU; restore their state afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(number)
     np.random.seed([number & 0xFFFFFFFF, number >> 32])

@@ -332,7 +332,6 @@ def make_app(api: ScoringApi, hosts: HostCheck | None, tokens: TokenCheck | None
 def _find_refusal(
     request: web.Request, hosts: HostCheck | None, tokens: TokenCheck | None
 ) -> web.StreamResponse | None:
-    """Return the refusal for a client without access; None if it has access."""
     if tokens is not None and not tokens.allows(request.headers.get("Authorization")):
         return _error(401, "token required: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
     if "Origin" in request.headers:  # browsers send it with a page's requests; trainers do not
@@ -345,7 +344,6 @@ def _find_refusal(
 
 
 async def _answer(request: web.Request, handler: _Handler, api: ScoringApi) -> web.StreamResponse:
-    """Answer a request, turning exceptions into error responses."""
     try:
         return await handler(request)
     except RequestRefusal as refusal:
@@ -393,7 +391,6 @@ async def _body_of(request: web.Request, deadline: float) -> bytes:
 
 
 def _refusal_of(error: EDLError) -> RequestRefusal:
-    """Return the refusal for a client whose prompts the teachers did not score."""
     words = str(error)
     if isinstance(error, RejectedError | SourceError | SettingsError):
         return RequestRefusal(400, words)

@@ -84,7 +84,6 @@ def _read_fields(fields: object, models: Collection[str], max_k: int) -> Complet
 
 
 def _refuse_generation(fields: Mapping[str, Any]) -> None:
-    """Refuse fields that only a server that generates supports."""
     tokens = fields.get("max_tokens")
     if tokens is not None and (isinstance(tokens, bool) or tokens not in (0, 1)):
         raise RequestRefusal(

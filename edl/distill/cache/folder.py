@@ -379,19 +379,16 @@ class _Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run a write transaction."""
         with self._lock, self.file().transaction() as db:
             yield db
 
     def query(self, sql: str, values: Sequence[Any]) -> list[Any]:
-        """Return the rows of a query."""
         with self._lock:
             file = self.file()
             with file.translated():
                 return file.sqlite.execute(sql, values).fetchall()
 
     def close(self) -> None:
-        """Close the connection."""
         with self._lock:
             if self._file is not None:
                 self._file.close()

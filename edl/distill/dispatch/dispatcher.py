@@ -181,7 +181,6 @@ class Dispatcher:
         return actions + self._assign(now)
 
     def attempt_failed(self, attempt: Send, failure: RequestFailure, now: float) -> list[Action]:
-        """Handle a failed attempt: resend its task or give it up, and pause its teacher if necessary."""
         if not self._end(attempt):
             return []
         actions: list[Action] = []
@@ -267,7 +266,6 @@ class Dispatcher:
     # Decisions
 
     def _end(self, attempt: Send) -> bool:
-        """Remove an attempt; return whether it was pending."""
         if attempt not in self._attempts:
             return False
         del self._attempts[attempt]
@@ -316,7 +314,6 @@ class Dispatcher:
         return task.first_failed_at + self.policy.coming_s if self._connecting else -math.inf
 
     def _is_hopeless(self, task: _Task, now: float) -> bool:
-        """Return whether a failed task should not be sent again to any teacher."""
         if now < self._awaits_teachers_until(task):
             return False
         if len(task.failures) >= self.policy.task_failures:
@@ -340,7 +337,6 @@ class Dispatcher:
     def _place_waiting(
         self, free: list[tuple[str, TeacherState]], now: float
     ) -> tuple[list[Action], list[tuple[str, TeacherState]]]:
-        """Send waiting tasks, oldest first, to teachers that have room; return which of them still have room."""
         actions: list[Action] = []
         put_back: list[int] = []
         self._again_at = math.inf
@@ -370,7 +366,6 @@ class Dispatcher:
         return actions, free
 
     def _failed_everywhere(self, task: _Task, now: float) -> bool:
-        """Return whether a task has failed on all teachers that it could soon be sent to."""
         if not task.failures:
             return False
         reachable = self._reachable_soon(task, now)

@@ -302,7 +302,6 @@ def _tokenizer_of(instance: Instance, spec: ModelSpec) -> str:
 
 
 def _model_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
-    """Return how a teacher's model differs from that of earlier teachers; empty if it is compatible."""
     others = "earlier teachers"
     if spec.name != known.name:  # equal versions prove nothing: most models start with "1"
         return (

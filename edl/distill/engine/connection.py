@@ -251,7 +251,6 @@ class TeacherConnection:
                     self.reconnect("its credentials were replaced: reconnecting")
 
     async def _explain_handshake(self, words: str) -> str:
-        """Return which certificate problem made an attempt to connect fail; empty if unknown."""
         endpoint = self.instance.endpoint
         try:
             explain = functools.partial(explain_handshake, words, endpoint, self._pool.files, authority=self._authority)
@@ -262,7 +261,6 @@ class TeacherConnection:
 
 
 def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
-    """Complete the student's specification with the model and priority that the teacher registered."""
     if not output_spec.model and instance.model:
         output_spec = replace(output_spec, model=instance.model)
     registered = instance.meta.get(names.PRIORITY_META, "")

@@ -286,7 +286,6 @@ class Engine:
         self._set_timer()
 
     def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
-        """Send a request; return a function that cancels it."""
         ended = functools.partial(self._attempt_ended, send, job)
         connection = self.pool.connections.get(send.teacher)
         cancel = connection.start(job.payload, self._request_timeout_s, ended) if connection is not None else None
@@ -357,7 +356,6 @@ class Engine:
             self.dispatched += 1
 
     def _release(self, job: LabelJob) -> None:
-        """Return the job's slot of shared memory once no request reads it."""
         if job.finished and not job.open_attempts:
             slot = job.payload.slot
             job.payload.slot = None

@@ -143,7 +143,6 @@ class ShardLabeller(Labeller):
     # The caller's thread
 
     def _label_waiting(self) -> None:
-        """Label waiting rows, and all shards that are available without a wait."""
         try:
             label_batches(self._session, self._data, self._plan, self._batches(), self._note_answer)
         except OF_THE_ROWS as exc:
@@ -294,7 +293,6 @@ class ShardLabeller(Labeller):
         return True
 
     def _add(self, shard: RowShard, index: Array) -> None:
-        """Queue rows of a shard for labelling; without rows, queue the shard for the commit."""
         parts = self._parts_of(index)
         if parts:
             self._left[shard] = len(parts)

@@ -30,7 +30,6 @@ class AnswerSizeEstimator:
         self._row_nbytes: float | None = None
 
     def expected(self, rows: int) -> int | None:
-        """Return the expected bytes of an answer for `rows` rows; None before the first answer."""
         return None if self._row_nbytes is None else math.ceil(rows * self._row_nbytes)
 
     def came(self, rows: int, nbytes: int) -> None:

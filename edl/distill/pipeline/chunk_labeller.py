@@ -141,11 +141,9 @@ class ChunkLabeller:
     # The teachers' limits, known once the first is connected
 
     def asked(self, route: int | None) -> range:
-        """Return the numbers of a route's services."""
         return range(len(self.engines)) if route is None else range(route, route + 1)
 
     def knows_teacher(self, route: int | None) -> bool:
-        """Return whether all services of a route have had a teacher."""
         return all(self.engines[index].await_spec(0.0) is not None for index in self.asked(route))
 
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
@@ -177,7 +175,6 @@ class ChunkLabeller:
         return all(self.request.teachers[at].service is not None or self.engines[at].awaits_teachers for at in short)
 
     def await_max_sequence(self, rows: int, stopped: Callable[[], bool], route: int | None = None) -> int:
-        """Wait as long as `awaits_sequence` says, and return `max_sequence`."""
         begin = time.monotonic()
         warned = False
         asked = self.asked(route)
@@ -230,7 +227,6 @@ class ChunkLabeller:
         return None
 
     def model_spec(self) -> ModelSpec:
-        """Return the metadata of the first service's model; waits for its first teacher."""
         spec = self.await_spec(0, lambda: self.closed)
         if spec is None:
             raise ClosedError("the reader is closed")
@@ -349,7 +345,6 @@ class ChunkLabeller:
         result: Outputs | EDLError,
         version: str,
     ) -> None:
-        """Store a job's outputs in its chunk, on the event loop, and queue them for the cache."""
         surplus_nbytes = 0
         if isinstance(result, EDLError):
             chunk.error = result

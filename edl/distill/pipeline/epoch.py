@@ -48,7 +48,6 @@ class SourceClock:
             self._drawing = (before_s + time.monotonic() - began, None)
 
     def read(self) -> float:
-        """Return the seconds so far, including those of the value in progress."""
         before_s, began = self._drawing
         return before_s if began is None else before_s + time.monotonic() - began
 
@@ -184,7 +183,6 @@ class Epoch:
             del found  # otherwise this frame, held by the error's traceback, would hold the error: a cycle
 
     def taken(self, item: Item) -> None:
-        """Release an item's memory after its outputs were read."""
         for chunk, start, stop in item.parts:
             chunk.left -= stop - start
             if not chunk.left and chunk in self._open:
@@ -197,7 +195,6 @@ class Epoch:
 
     @property
     def rows(self) -> int:
-        """Rows sent but not yet taken by the training loop."""
         return 0 if self._closed else sum(chunk.left for chunk in self._open.copy())
 
     @property
@@ -314,7 +311,6 @@ class Epoch:
             self._for_loop.wait_for(over, max(left_s, _SHORTEST_LOOK_S))
 
     def _flush(self, chunk: Chunk) -> None:
-        """Send a partly filled request, unless the feeding thread has the cutter."""
         try:
             cutter = self._lent.pop()
         except IndexError:

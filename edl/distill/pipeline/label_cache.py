@@ -116,7 +116,6 @@ class ServiceLabels:
         return view
 
     def look_up(self, chunk: Chunk, spec: ModelSpec, fields: Mapping[str, Array]) -> CacheMiss:
-        """Look up the labels of a chunk's rows, whose inputs are `fields`."""
         assert chunk.ids is not None
         self.inputs = self.inputs or tuple(chunk.fields)
         sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
@@ -303,7 +302,6 @@ class CacheQueue:
         return settled
 
     def close(self) -> None:
-        """Store the queued rows and end the thread. May be called twice."""
         self._closing = True
         self._loop.wake()
         self._loop.wait_ended(_SETTLE_S)

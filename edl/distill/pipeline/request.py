@@ -48,7 +48,6 @@ class LabelRequest:
 
     @property
     def services(self) -> int:
-        """Number of answers per row."""
         return 1 if self.router is not None else max(len(self.teachers), 1)
 
     def combiner(self) -> Combiner:

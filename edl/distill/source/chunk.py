@@ -50,13 +50,11 @@ class Chunk:
         return self.error is not None or all(outputs is not None for outputs in self.outputs)
 
     def release(self) -> None:
-        """Release the memory of inputs and answers, after all rows have been taken."""
         self.fields = {}
         self.positions = self.lengths = None
         self.outputs = [{} for _ in self.outputs]
 
     def seal(self, fields: dict[str, Array], ids: Sequence[Any] | None) -> Chunk:
-        """Set what to send, and count the rows."""
         self.fields = fields
         self.ids = ids
         self.rows = self.left = next(iter(fields.values())).shape[0]
@@ -117,14 +115,12 @@ class ReuseDetector:
                 fingerprint.check_locations(locations)
 
     def release(self) -> None:
-        """Record that the training loop is done with its item."""
         current = self._current
         if current is not None and self._at_work:
             self._released.append(current)
         self._current = None
 
     def check_delivered(self, item: Item) -> None:
-        """Record that the training loop gets this item next."""
         self._current = item
         for fingerprint in item.fingerprints:
             fingerprint.check()

@@ -53,7 +53,6 @@ class Router:
         return self._route(_plain(self._found(sample, what)), what)
 
     def of_batch(self, batch: Any, rows: int, what: str) -> list[int]:
-        """Return the service's number for each row."""
         found = _plain(self._found(batch, what))
         if not isinstance(found, list | tuple):
             if not self._is_value(found):
@@ -92,7 +91,6 @@ class Router:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers and strings of arrays and tensors as Python objects."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -147,7 +145,6 @@ class Gatherer:
         return self._cutter.of_sequences or not self.open.rows
 
     def rows_like(self, fields: Mapping[str, Array]) -> int:
-        """Return how many rows like these fill a request."""
         usual = self._cutter.usual_rows
         if self._cutter.chunk_rows:
             return self._cutter.chunk_rows
@@ -155,7 +152,6 @@ class Gatherer:
         return min(most, self.fit(fields) or most)
 
     def add(self, unit: _Unit) -> tuple[tuple[Chunk, int, int], list[Chunk]]:
-        """Add rows to the open request; return their place, and the requests that are now full."""
         ready: list[Chunk] = []
         if self._cutter.of_sequences:
             self._full = self._tokens_like(unit)
@@ -178,7 +174,6 @@ class Gatherer:
         return (chunk, start, start + unit.rows), ready
 
     def _tokens_like(self, unit: _Unit) -> int:
-        """Return how many rows of sequences fill a request."""
         rows = unit.rows
         if self.max_sequence and rows > self.max_sequence:
             raise SourceError(
@@ -492,7 +487,6 @@ def _merged(places: Iterable[tuple[Chunk, int, int]]) -> list[tuple[Chunk, int, 
 
 
 def _common_rows(arrays: Mapping[str, Array], what: str, kind: str = "batch", of: str = "rows") -> int:
-    """Return how many rows a batch has, or how many tokens a sequence."""
     alone = next((name for name, array in arrays.items() if not array.ndim), None)
     if alone is not None:
         raise SourceError(f"{what}: input {alone!r} is a single number: a {kind} needs an array [{of}, ...]")

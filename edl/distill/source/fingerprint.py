@@ -163,7 +163,6 @@ class ItemFingerprint:
                 raise self._error(part)
 
     def check_locations(self, places: Callable[[], Container[MemoryLocation]]) -> None:
-        """Check only the parts in these locations."""
         for part in self._parts:
             if part.costly:
                 if part.location in places() and not part.is_unchanged():
@@ -272,7 +271,6 @@ class ItemFingerprint:
         self._parts.append(_Part(path, holder, lambda: _same_objects(before, elements())))
 
     def _add_attributes(self, value: Any, path: KeyPath, seen: set[int]) -> None:
-        """Add the attributes of a user's object that are inputs, arrays or tensors."""
         self.rest_nbytes = rest_nbytes = self.rest_nbytes + object_nbytes(value)
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         for name in [*getattr(value, "__dict__", ()), *slots]:

@@ -49,7 +49,6 @@ class SourceIterator(Iterator[Any]):
         return value
 
     def _guard_torch(self) -> None:
-        """Guard the user's iterators that PyTorch's loaders read in this process."""
         fetcher = getattr(self._iterator, "_dataset_fetcher", None)
         for holder, name in ((fetcher, "dataset_iter"), (self._iterator, "_sampler_iter")):
             iterator = getattr(holder, name, None)
@@ -192,7 +191,6 @@ class Handover:
         self._values.put(lambda: value)
 
     def end(self, failure: BaseException | None = None) -> None:
-        """End the iterator after the values put so far, or raise `failure` there."""
         self._values.put(functools.partial(_raise, StopIteration() if failure is None else failure))
 
     def close(self) -> None:

@@ -193,7 +193,6 @@ class DistillTrainer(transformers.Trainer):
         return (loss, outputs if isinstance(outputs, dict) else {"logits": logits}) if return_outputs else loss
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Count the learned rows of a step over all processes."""
         if not batch_samples:
             return None
         count = self._count_rows(batch_samples).to(device)
@@ -248,7 +247,6 @@ class DistillTrainer(transformers.Trainer):
         )
 
     def _merged(self, labelled: Iterator[tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
-        """Add the labels to each batch, in the places of its rows."""
         for batch, labels in labelled:
             if self.distill_args.of_tokens and "attention_mask" not in batch and "position_ids" in batch:
                 texts = find_texts(batch)
@@ -295,7 +293,6 @@ class DistillTrainer(transformers.Trainer):
         return states, head
 
     def _router_loss(self, outputs: Any, *, training: bool) -> torch.Tensor | float:
-        """Return the load-balancing loss of a mixture of experts."""
         loss = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
         if loss is None:
             return 0.0

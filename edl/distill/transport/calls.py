@@ -316,7 +316,6 @@ async def probe_model(calls: ServerCalls, output_spec: OutputSpec, deadline: flo
 
 
 def _with_own_config(spec: ModelSpec, config: kserve.ModelConfig, output_spec: OutputSpec) -> ModelSpec:
-    """Return the specification with an EDL server's model configuration."""
     nbytes = _number(config, names.MAX_BYTES)
     nbytes -= min(HEADER_NBYTES, nbytes // 2)
     takes_targets = names.TARGETS in _text(config, names.OPTIONAL_INPUTS).split(",")
@@ -480,18 +479,15 @@ def _check_names(endpoint: str, *found: str) -> None:
 
 
 def _number(config: kserve.ModelConfig, name: str) -> int:
-    """Return a parameter of a model's configuration, 0 if missing or not a number."""
     text = config.parameters[name].string_value
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
 
 
 def _text(config: kserve.ModelConfig, name: str) -> str:
-    """Return a parameter of a model's configuration, empty if missing or not a name."""
     text = str(config.parameters[name].string_value)
     return text if is_name(text) else ""
 
 
 def _newest(versions: Sequence[str]) -> str:
-    """Return the version that a server uses by default: for Triton, the highest number."""
     numbers = all(version.isdecimal() and len(version) <= _MOST_DIGITS for version in versions)
     return max(versions, key=int) if versions and numbers else (versions or ("",))[-1]

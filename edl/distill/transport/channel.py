@@ -128,7 +128,6 @@ class TensorChannel:
             self._timer = self._loop.call_at(due, self._check)
 
     def _check(self) -> None:
-        """End requests whose deadline has passed, and the channel if the peer is silent."""
         self._timer = None
         now = self._loop.time()
         for number, request in list(self._waiting.items()):
@@ -143,7 +142,6 @@ class TensorChannel:
         self._arm_timer(min([request.deadline for request in self._waiting.values()], default=now + _PING_S))
 
     def _look_for_life(self, now: float) -> None:
-        """Ping a peer that is silent while requests are pending, and close the channel if it stays silent."""
         if self._pinged_at is not None and self._socket.heard_at >= self._pinged_at:
             self._pinged_at = None
         if self._pinged_at is None:

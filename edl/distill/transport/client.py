@@ -215,7 +215,6 @@ class TeacherClient:
     # Requests
 
     def _start_on_channel(self, request: _Request) -> bool:
-        """Send a request over the channel, if it can be sent there now."""
         channel, slot = self._channel, request.payload.slot
         if channel is None or channel.broken:
             return False
@@ -239,7 +238,6 @@ class TeacherClient:
             self._channel.cancel(request.number)
 
     def _answered(self, request: _Request, answer: Body | RequestFailure | None) -> None:
-        """Handle an answer from the channel, or resend the request differently if that may succeed."""
         result: Reply | RequestFailure | None
         if isinstance(answer, tuple):
             try:
@@ -351,7 +349,6 @@ class TeacherClient:
         return failure.kind is FailureKind.REJECTED or is_about_memory(failure, request.region)
 
     def _message(self, request: _Request) -> tuple[bytes, Sequence[codec.Buffer]]:
-        """Return a request's header, without its id, and the tensors to send in the message."""
         payload, region = request.payload, request.region
         key: Any = (payload.inputs, request.timeout_s, payload.traceparent)
         if region is not None and payload.slot is not None:
@@ -437,7 +434,6 @@ class ReplyReader:
         raise self.unusable(what)
 
     def _check_outputs(self, outputs: Iterable[kserve.ModelInferResponse.InferOutputTensor]) -> None:
-        """Check that outputs have distinct names and the types in the model's metadata."""
         found: set[str] = set()
         for tensor in outputs:
             if tensor.name in found:

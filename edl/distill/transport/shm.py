@@ -137,7 +137,6 @@ class Arena:
 
 
 def _sweep() -> None:
-    """Remove files left by killed processes of this user."""
     with contextlib.suppress(OSError):  # the next reader sweeps the rest
         for path in SHM_FOLDER.iterdir():
             if _NAME.fullmatch(path.name):

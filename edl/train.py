@@ -82,10 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def load_definition(path: str) -> ModuleType:
-    """Import the user's file, which may import its neighbours.
-
-    Raises `SettingsError` if it has no function `model`, or one of the used names is not a function.
-    """
+    """Import the user's file, which may import its neighbours; raise `SettingsError` if a name is not a function."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise SettingsError(f"{path}: there is no such Python file")

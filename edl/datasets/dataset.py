@@ -35,8 +35,7 @@ Options: TypeAlias = Mapping[str, tuple[Any, Any]]  # by name: the default, and 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 DEFAULT_SHARD_SIZE: Final = 64  # units per shard: a batch or two, so that a killed worker loses little work
-MOST_INDEX_NBYTES: Final = 48 << 20
-"""Largest index: the master's messages hold 64 MiB, enough for about eight million shards of text."""
+MOST_INDEX_NBYTES: Final = 48 << 20  # the master's messages hold 64 MiB, about eight million shards of text
 _MOST_UNPACKED: Final = 1 << 30  # bytes of a part: without a limit, a few hostile kilobytes would fill the memory
 _MAGIC: Final = b"EDLX\x01"
 _HEAD: Final = struct.Struct("<5sII")
@@ -416,10 +415,9 @@ class Dataset(abc.ABC):
         return first, stop
 
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
-        """Return the current number of units, and whether the source reports that it is complete.
+        """Return the current number of units, including unfinished ones if `final`, and whether the source is complete.
 
-        If `final`, units that look unfinished also count, such as a line without its end. `update` discards earlier
-        results. Raises `SourceError` if the source has shrunk or was replaced.
+        `update` discards earlier results. Raises `SourceError` if the source has shrunk or was replaced.
         """
         raise NotImplementedError
 

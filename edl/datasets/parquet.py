@@ -22,8 +22,7 @@ from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
 _ROWS_AT_ONCE: Final = 1024  # rows of Python objects at a time: a row group of a million rows would be gigabytes
-_TAIL: Final = struct.Struct("<I4s")
-"""End of a file: the footer's length, and the magic (https://parquet.apache.org/docs/file-format)."""
+_TAIL: Final = struct.Struct("<I4s")  # footer's length, magic (https://parquet.apache.org/docs/file-format)
 
 
 class ParquetDataset(Dataset):

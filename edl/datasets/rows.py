@@ -117,10 +117,9 @@ class LabelDataset(abc.ABC):
 
 
 class IndexedData(LabelDataset):
-    """A data set whose rows can be loaded one by one, and whose ids are known beforehand.
+    """A data set whose rows can be loaded one by one. `ids` are integers or strings [rows]; None for positions.
 
-    `ids` are integers or strings [rows]; None for positions. `checksum` covers the whole content, if known without
-    reading it.
+    `checksum` covers the whole content, if known without reading it.
     """
 
     rows: int
@@ -137,10 +136,7 @@ class IndexedData(LabelDataset):
 
     @abc.abstractmethod
     def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
-        """Yield a batch for each part, a non-empty array of row positions. May read ahead of the batch it yields.
-
-        Raises `SourceError` if a sample cannot be sent, or whatever the data set's own code raises.
-        """
+        """Yield a batch for each part, a non-empty array of row positions. May read ahead of the batch it yields."""
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
         """See `LabelDataset.batches`."""
@@ -183,10 +179,7 @@ class ArrayData(IndexedData):
 
 
 class RaggedData(IndexedData):
-    """Sequences of any length: arrays [all tokens, ...] by input, and the start of each sequence.
-
-    `offsets` [sequences + 1] rise from 0 to the number of all tokens. `empty` sequences without tokens get no label.
-    """
+    """Sequences: arrays [all tokens, ...] by input, with `offsets` [sequences + 1] from 0 to the number of tokens."""
 
     sequences = True
     position_input = POSITION  # the model's input that holds positions; it need not be among the arrays
@@ -231,10 +224,7 @@ class RaggedData(IndexedData):
 
 
 def _rows(array: Array, rows: Any) -> Array:
-    """Return rows of an array, which may be mapped from a file.
-
-    Raises `SourceError` if the file is now shorter than its array: reading it would end the process (SIGBUS).
-    """
+    """Return rows of an array; refuse a mapped file that became shorter: reading it would end the process (SIGBUS)."""
     if isinstance(array, np.memmap):
         path = Path(str(array.filename))
         if not path.exists() or path.stat().st_size < array.offset + array.nbytes:
@@ -298,10 +288,7 @@ def _open_array(path: Path, key: str = "") -> Array:
 
 
 def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> RaggedData:
-    """Read sequences of tokens from JSON lines such as `{"input_ids": [5, 3, 9]}`, or list columns of a Parquet file.
-
-    Each input is a list of numbers in every row; null means no tokens.
-    """
+    """Read sequences from JSON lines such as `{"input_ids": [5, 3, 9]}`, or list columns of Parquet; null means none."""
     keys = list(dict.fromkeys([*wanted.values(), *([ids] if ids is not None else [])]))
     parts: dict[str, list[Array]] = {name: [] for name in wanted}
     found_ids = []

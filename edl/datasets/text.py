@@ -53,8 +53,7 @@ _COMPRESSED: Final = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
-Pieces: TypeAlias = Iterator[tuple[memoryview, Numbers]]
-"""Bytes of a file, one piece after another, and where units end in each."""
+Pieces: TypeAlias = Iterator[tuple[memoryview, Numbers]]  # bytes of a file, and where units end in each
 _BOM: Final = b"\xef\xbb\xbf"
 _NEWLINE, _RETURN = b"\n\r"
 _FIELD_LIMIT: Final = 64 << 20  # characters of a CSV field; Python's 131,072 are too few for some documents

@@ -19,8 +19,7 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_share
 
-T = TypeVar("T")
-"""A framework's tensor."""
+T = TypeVar("T")  # a framework's tensor
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 """How the losses of a batch's rows are reduced, as in torch; `none` returns them unreduced."""
@@ -28,8 +27,7 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 TeacherIs: TypeAlias = Literal["logits", "probabilities"]
 """Kind of the teacher's output."""
 
-NO_LABEL = -100
-"""The label of a row that has no hard label: `ignore_index` of PyTorch and PaddlePaddle."""
+NO_LABEL = -100  # of a row without a hard label: `ignore_index` of PyTorch and PaddlePaddle
 
 FLOOR = 1e-6
 """Smallest probability of the teacher in the reverse direction, so that a token costs at most 14 nats. With a smaller
@@ -76,8 +74,7 @@ class Framework(abc.ABC):
         """Return whether values can be read without waiting for an accelerator."""
 
 
-FRAMEWORKS: Final[list[Framework]] = []
-"""The frameworks whose losses were imported."""
+FRAMEWORKS: Final[list[Framework]] = []  # those whose losses were imported
 
 
 def framework_of(tensor: Any) -> Framework:
@@ -294,8 +291,7 @@ def divergence(log_p: Any, log_q: Any, beta: float, floor: float) -> Any:
 def hard_targets(hard_labels: Any, hard_weight: float, rows_of: Any, kept: Any | None) -> Any | None:
     """Return the hard labels that contribute to the loss, int64 [rows, ...]; None if their weight is 0.
 
-    `rows_of`: a tensor [rows, ..., any]. Labels of rows outside `kept` may be anything. Raises `SettingsError` if the
-    share is invalid, or the labels are missing or have the wrong shape or type.
+    `rows_of`: a tensor [rows, ..., any]. Labels of rows outside `kept` may be anything.
     """
     if not is_share(hard_weight):
         raise SettingsError(f"hard_weight={hard_weight!r}: the share of the cross-entropy must be from 0 to 1")
@@ -518,10 +514,7 @@ def reduced(rows: T, reduction: Reduction) -> T:
 
 
 def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocabulary: bool = False) -> tuple[Any, Any]:
-    """Return log-probabilities of teacher and student at the labels' temperature, [rows, ..., k + 1], the tail last.
-
-    If every class is kept, they are [rows, ..., k].
-    """
+    """Return log-probabilities of teacher and student, [rows, ..., k + 1], the tail last; [rows, ..., k] without a tail."""
     student = widened(student_logits)
     framework = framework_of(student)
     module, log_softmax = framework.module, framework.module.nn.functional.log_softmax

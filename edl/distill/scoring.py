@@ -41,8 +41,7 @@ from edl.tokenizer_hash import resolve_tokenizer
 __all__ = ["Scorer", "on_policy"]
 
 _LOOK_S = 0.05  # how often to check a call that waits for its first teacher; connecting takes longer than this
-_FOLLOW_S = 1.0
-"""How often the teachers' version is checked: a request to every teacher, and how late a new version may be noticed."""
+_FOLLOW_S = 1.0  # between checks of the teachers' version, each of which costs every teacher a request
 _IDLE_S = 3600.0  # wait when idle: calls and answers wake the thread
 
 

@@ -149,10 +149,7 @@ class TorchLoader(DistillLoader[B]):
 
 
 class _DeliveredPlace:
-    """Replaces an Accelerate loader when an `Accelerator` asks for its position.
-
-    The loader itself is ahead of the training loop, and would have gradients synchronized some batches too early.
-    """
+    """Replaces an Accelerate loader, which is ahead of training, when an `Accelerator` asks for its position."""
 
     def __init__(self, loader: Any, end_of_dataloader: bool, remainder: int) -> None:
         self._loader = loader

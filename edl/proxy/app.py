@@ -53,8 +53,7 @@ logger = logging.getLogger(__name__)
 _READ_S: Final = 60.0  # deadline for a body: some megabytes over a slow line
 _WRITE_S: Final = 60.0  # for a client to read a piece: one that reads nothing must not hold its labels for ever
 _PIECE: Final = 256 << 10  # bytes: about the size of `PIECE_ENTRIES`, and small enough for a slow line
-_READERS: Final = 32
-"""Bodies that are read at a time, each up to `body_limit`; those smaller than `_SLOW_BODY` do not count."""
+_READERS: Final = 32  # bodies read at a time, each up to `body_limit`; those below `_SLOW_BODY` do not count
 _BODY_BYTES: Final = 256 << 20  # total size of these bodies: about the default size of labels
 _PARSERS: Final = 2  # bodies parsed at a time; the Python objects take up to 30 times the bytes
 _SLOW_BODY: Final = 64 << 10  # bytes: parsing a larger body blocks other requests for milliseconds
@@ -84,10 +83,7 @@ class TokenGate:
 
     @contextlib.asynccontextmanager
     async def room(self, tokens: int, timeout_s: float) -> AsyncIterator[None]:
-        """Hold room for the duration of the block.
-
-        Raises `RequestRefusal`: 413 for more tokens than are ever admitted, 503 if too many wait, or for too long.
-        """
+        """Hold room for the block; raise `RequestRefusal` 413 for too many tokens, 503 for too long a wait or queue."""
         if tokens > self._most:
             raise RequestRefusal(
                 413,

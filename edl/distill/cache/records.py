@@ -32,8 +32,7 @@ Head: TypeAlias = tuple[int, bytes]  # rows and fingerprint of a sample
 
 FINGERPRINT_NBYTES = 8  # two texts share one by chance in 1 of 2**64 cases; it does not stop an attacker
 UNKNOWN = bytes(FINGERPRINT_NBYTES)  # replaces a fingerprint that was not computed
-_FINGERPRINTED_ONE_IN = 16
-"""Hashing every image would take a core, and a data set that changed as a whole is noticed at once."""
+_FINGERPRINTED_ONE_IN = 16  # hashing all images would take a core; a data set that changed as a whole is noticed
 
 
 @dataclass(frozen=True)
@@ -239,8 +238,7 @@ def _bytes_of(values: Array) -> bytes:
 class RowLayout:
     """The columns of a row: a structured dtype, little-endian, its fields sorted by name.
 
-    `top_k` holds the temperature and the number of classes of each output that is `TopK`, `sequence_inputs` the inputs
-    that fingerprints of sequences cover; None if records are rows.
+    `top_k`: temperature and number of classes of each `TopK`. `sequence_inputs`: see `SequenceIds`; None for rows.
     """
 
     columns: np.dtype[Any]

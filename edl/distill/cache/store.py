@@ -41,8 +41,7 @@ logger = logging.getLogger("edl.distill")
 
 _LEAST_BYTES = 1 << 20  # the smallest bound on disk: the tables alone take tens of KB
 ROW_OVERHEAD = 256  # bytes of a row in memory in addition to its record: Python objects and the dictionary entry
-IDLE_AFTER_CALLS = 1024
-"""Calls after which an unused key's rows are evicted: several epochs of other keys, to keep an ensemble's rows."""
+IDLE_AFTER_CALLS = 1024  # after which an unused key's rows are evicted: several epochs, to keep an ensemble's rows
 
 
 @dataclass(frozen=True)
@@ -403,7 +402,7 @@ def _split(ids: Ids | SequenceIds) -> tuple[SequenceIds | None, list[SampleId]]:
 
 
 class MemoryTier:
-    """Records of all keys, within `limit_bytes` including bookkeeping. Counts the rows `evicted`. Thread-safe.
+    """The records of all keys, within `limit_bytes` including bookkeeping. Thread-safe.
 
     Has those methods of a `LabelFolder` that every cache needs.
     """

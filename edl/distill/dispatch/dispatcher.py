@@ -20,11 +20,9 @@ from edl.distill.options import Policy
 
 _STARVING_S = 1.0  # how long the training loop may be blocked before a hedge may exceed the budget
 _MIN_FULL_PAUSE_S = 0.01  # of a full teacher, whatever its hint; a hundred refusals per second cost little
-_FULL_PAUSE_S = 0.05
-"""First pause of a full teacher without a usable hint: the time of a few batches. It doubles until there is room."""
+_FULL_PAUSE_S = 0.05  # first pause of a full teacher without a hint: a few batches; doubles until there is room
 _MAX_FULL_PAUSE_S = 2.0  # longest such pause, which a person hardly notices
-_MAX_HEDGE_TOKENS = 4.0
-"""Number of hedges that may be saved up: enough for a burst of stragglers, too few to double a teacher's load."""
+_MAX_HEDGE_TOKENS = 4.0  # hedges that may be saved up: enough for a burst, too few to double a teacher's load
 _HEDGE_EARNINGS = 0.9
 """Share of the hedging budget that each request earns. Below 1, so that even with all hedges saved up, extra requests
 stay within the budget per thousand."""

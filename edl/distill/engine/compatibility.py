@@ -59,10 +59,7 @@ class TeacherCompatibility:
     # Models
 
     def lacking(self, instance: Instance, spec: ModelSpec) -> str:
-        """Return which part of the request this model lacks, regardless of other teachers; empty if none.
-
-        Versions are ignored, because students wait for the right one.
-        """
+        """Return which part of the request this model lacks, apart from the version; empty if none."""
         asked = self._output_spec
         missing = [name for name in asked.outputs if spec.outputs and name not in spec.outputs]
         if missing:
@@ -274,8 +271,7 @@ class TeacherCompatibility:
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
         """Raise `SettingsError` if outputs have variable dimensions and these inputs differ in shape from earlier ones.
 
-        Labels are cached by sample id: a sample now padded to a different length would get a label of the wrong length.
-        Call it from one thread at a time.
+        A sample now padded to a different length would get a cached label of the wrong length. Not thread-safe.
         """
         varying = None
         for name in self._output_spec.outputs:

@@ -40,8 +40,7 @@ from edl.quoting import listed, shown
 
 logger = logging.getLogger("edl.distill")
 
-_CONNECT_TIMEOUT_S = 5.0
-"""Deadline of an attempt to connect: enough for several round trips around the world; a dead host costs this much."""
+_CONNECT_TIMEOUT_S = 5.0  # enough for several round trips around the world; a dead host costs this much
 _MOST_FAILED_CHANNELS = 2
 """Tensor channels in a row that may end before their first answer, as behind some firewalls. After that, requests first
 use gRPC."""
@@ -113,9 +112,8 @@ class TeacherConnection:
     async def refresh(self, *, must_be_ready: bool = False) -> None:
         """Check that the teacher's model is unchanged; if not, return after an attempt to reconnect.
 
-        A server may load another model, and gRPC may silently reconnect to another server. With `must_be_ready`, a
-        teacher that is not ready is lost. Before an epoch that does not matter: Triton is briefly not ready while it
-        replaces a version, but its metadata already name the new one.
+        With `must_be_ready`, a teacher that is not ready is lost. Before an epoch that does not matter: Triton is not ready
+        while it replaces a version, but its metadata already name the new one.
         """
         client = self._client
         self.changed_spec = None
@@ -341,9 +339,8 @@ class ConnectionPool:
     def lacking(self) -> str:
         """Return what each teacher lacks, once all have answered and none can serve the request.
 
-        The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining
-        (as before a rolling update replaces it) or left to other students, or the registry does not answer. It is also
-        empty once any teacher has been used.
+        The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining or
+        left to other students, or the registry does not answer; and once any teacher has been used.
         """
         connections = list(self.connections.values())
         if self.compatibility.spec is not None or not self._is_whole or not connections:

@@ -148,10 +148,7 @@ class Engine:
         return SettingsError(f"no teacher of {self.name} can serve this request, and none is starting ({found})")
 
     def no_teacher(self, oversized_rows: int = 0, oversized_sequence: int = 0) -> NoTeacherError:
-        """Return the error for an expired wait, with the state of all teachers.
-
-        A request with `oversized_rows` is too large for the live teachers, or has a sequence too long for them.
-        """
+        """Return the error for an expired wait, or a request or sequence that is too large for the live teachers."""
         limits, waited, found = self.pool.limits, f"within {self._timeout_s:g} s", self.pool.describe()
         if not oversized_rows:
             return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")

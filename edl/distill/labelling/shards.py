@@ -236,10 +236,7 @@ class ShardLabeller(Labeller):
         self._in_hand = None
 
     def _find_bad_rows(self, parts: list[Array]) -> tuple[dict[int, str], int]:
-        """Label rows together, bisecting those that fail; return why rows failed, and how many are left.
-
-        Separate connections keep the teacher in use, since here a failure is the row's fault.
-        """
+        """Bisect rows that fail, over separate connections; return why rows failed, and how many are left."""
         options = self._plan.options
         policy = replace(
             options.policy, failures_to_open=_NEVER, open_min_s=_PAUSE_S, aside_s=_PAUSE_S, task_failures=2

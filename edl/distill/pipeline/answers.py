@@ -15,8 +15,7 @@ from edl.distill.transport.schema import Outputs
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-_FORGET = 0.05
-"""Share by which the estimate decreases with each smaller answer, so that one large row in twenty keeps it high."""
+_FORGET = 0.05  # decrease of the estimate per smaller answer, so that one large row in twenty keeps it high
 
 
 def outputs_nbytes(outputs: Outputs) -> int:
@@ -44,8 +43,7 @@ Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[S
 def item_outputs(item: Item, service: int) -> Outputs:
     """Return an item's outputs from a service: its own writable arrays [rows, ...], or `TopK`.
 
-    `TopK` of rows may share an answer's memory. `TopK` of sequences are copied, because a kept text would otherwise
-    keep the answers to its whole request alive.
+    `TopK` of sequences are copied: a kept text would otherwise keep the answers to its whole request alive.
     """
     pieces: list[Outputs] = []
     for chunk, start, stop in item.parts:

@@ -39,12 +39,10 @@ logger = logging.getLogger("edl.distill")
 _EXCESS = 2
 """Multiple of `memory_bytes` that answers may take before requests are cancelled. With 1, varying text lengths would
 often waste teachers' work."""
-_CLOSE_S = 10.0
-"""How long `close` waits for the connections of a service. gRPC takes milliseconds; a hanging host is abandoned."""
+_CLOSE_S = 10.0  # for the connections of a service; gRPC takes milliseconds, and a hanging host is abandoned
 
 
-_SAY_AFTER_S = 5.0
-"""How long to wait for a first teacher before logging it: when a person begins to wonder."""
+_SAY_AFTER_S = 5.0  # how long to wait for a first teacher before logging it: when a person begins to wonder
 _LOOK_S = 0.2  # how often a wait checks whether it should continue
 
 
@@ -241,10 +239,7 @@ class ChunkLabeller:
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
-        """Return the unsent chunks of a route (None: of any) as a share of the sufficient number.
-
-        At 1 the feeding thread pauses: more chunks would only evict warm memory from the CPU's caches.
-        """
+        """Return a route's unsent chunks as a share of the sufficient number: at 1 the feeding thread pauses."""
         asked = self.asked(route)
         waiting = max((self._services[at].submitted - self.engines[at].dispatched for at in asked), default=0)
         return waiting / (2 + self.depth // 16)
@@ -261,9 +256,8 @@ class ChunkLabeller:
     def limit_answers(self, chunks: Collection[Chunk], needed: Collection[Chunk], *, limited: bool) -> bool:
         """Keep only as many requests pending as fit `memory_bytes` if answers are as large as the last ones.
 
-        The newest of the open `chunks` are cancelled and sent again later. The two oldest and the `needed` ones, for
-        which the training loop waits, are always sent. Call it on the loop; it returns whether some requests wait,
-        which the next call gets as `limited`.
+        The newest of the open `chunks` are cancelled and sent again later, but not the two oldest or the `needed` ones.
+        Call it on the loop; it returns whether some requests wait, which the next call gets as `limited`.
         """
         done = [chunk for chunk in chunks if chunk.done or not chunk.jobs]
         pending = sorted((chunk for chunk in chunks if chunk.jobs and not chunk.done), key=lambda each: each.jobs[0][1])

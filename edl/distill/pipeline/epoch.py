@@ -30,11 +30,7 @@ Sources that create an iterator per reader are not listed."""
 
 
 class SourceClock:
-    """Adds up the seconds that a data source takes to produce its values.
-
-    The reading thread calls `begin` and `end`, any thread `read`. The two numbers are replaced together, so that every
-    second is counted exactly once.
-    """
+    """Adds up the seconds that a data source takes to produce its values. Any thread may call `read`."""
 
     def __init__(self) -> None:
         self._drawing: tuple[float, float | None] = (0.0, None)  # seconds before this value; when it was requested
@@ -150,7 +146,7 @@ class Epoch:
     def start(self, shared: object = None) -> None:
         """Start reading the source, unless the epoch is already closed. `shared`: see `READING`.
 
-        This is not part of `__init__`: the source runs at once, and may use its reader, which must know this epoch.
+        Not part of `__init__`: the source may use its reader at once, which must know this epoch.
         """
         if not self._closed:
             if shared is not None:

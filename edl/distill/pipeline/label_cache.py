@@ -25,10 +25,8 @@ from edl.protocol.tensors import Array
 
 logger = logging.getLogger("edl.distill")
 
-_MOST_SEEN = 1 << 16
-"""Ids whose inputs are remembered, in about 8 MB. Ids shared by several samples repeat among the first."""
-_MOST_ELEMENTS = 512
-"""Elements of a row to compare: this takes a tenth of the time of hashing one row in 16."""
+_MOST_SEEN = 1 << 16  # ids remembered, in about 8 MB; ids shared by several samples repeat among the first
+_MOST_ELEMENTS = 512  # of a row, to compare: takes a tenth of the time of hashing one row in 16
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,7 @@ def _weights(seed: int, count: int) -> Array:
 
 
 class ServiceLabels:
-    """The labels of a service in the cache: their key without the model's version, and how to look them up.
-
-    `weights_versions`: the versions that the service's teachers declared to be hashes of the weights.
-    """
+    """The labels of a service in the cache. `weights_versions`: the versions declared to be hashes of the weights."""
 
     def __init__(
         self,
@@ -250,8 +245,7 @@ _IDLE_S = 3600.0  # how long the thread waits without work; `put` and `close` wa
 class CacheQueue:
     """Stores answers in the cache in a thread, so that training never waits for a disk.
 
-    The queue holds `limit_bytes`, or a single larger answer. Rows beyond it are dropped, counted, and requested again
-    in the next epoch.
+    Rows beyond `limit_bytes` are dropped, counted, and requested again in the next epoch.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -69,8 +69,7 @@ def _source(
     return LoadSource(service, "students", read, describe)
 
 
-_SOURCE_STOP_S = 5.0
-"""How long `close` waits for the source: longer than loading a batch, shorter than a scheduler's grace period."""
+_SOURCE_STOP_S = 5.0  # for `close`: longer than loading a batch, shorter than a scheduler's grace period
 _SAY_AFTER_S = 5.0  # how long to wait for a busy source before a warning
 
 
@@ -213,17 +212,13 @@ class LabelSession:
 def open_session(request: LabelRequest, keep: Callable[[LabelSession], object]) -> None:
     """Open a session and pass it to `keep`, which ensures that it is closed.
 
-    Another thread does both: in the main thread, a signal handler may raise between any two lines, and leave a
-    half-opened session running forever.
+    It runs in another thread, so that an error of a signal handler cannot leave a half-opened session running.
     """
     start_call("edl-open", lambda: keep(LabelSession(request))).result()
 
 
 def _has_one_iterator(source: object) -> bool:
-    """Return whether every `iter` of a source returns the same iterator, like a loader with persistent workers.
-
-    Generators do not count: they end with the first epoch that reads them.
-    """
+    """Return whether a source returns the same iterator every time, like a loader with persistent workers."""
     persistent = getattr(source, "persistent_workers", getattr(source, "_persistent_workers", False))
     return bool(persistent) or (isinstance(source, Iterator) and not isinstance(source, Generator))
 

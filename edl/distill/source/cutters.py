@@ -411,10 +411,7 @@ class SequenceListCutter(SequenceCutter):
 
 
 class PaddedBatchCutter(SequenceCutter):
-    """Gathers sequences from batches padded to one length; a request may hold sequences of several batches.
-
-    `mask` finds a batch's token mask, [sequences, length], of any dtype: 1 for tokens, else 0.
-    """
+    """Gathers sequences from padded batches. `mask` finds the token mask, [sequences, length]: 1 for tokens, else 0."""
 
     whole_batches = False  # whether a request holds sequences of only one batch, because the next may be late
 
@@ -457,10 +454,7 @@ class PaddedBatchCutter(SequenceCutter):
 
 
 class SequenceColumnsCutter(SequenceCutter):
-    """Gathers sequences from batches that have, for each input, a list with an array [tokens, ...] per sequence.
-
-    For data sets whose arrays never change: they are not checked again.
-    """
+    """Gathers sequences from batches with a list of arrays [tokens, ...] for each input, which must never change."""
 
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
         batch = f"batch {self.seen}"

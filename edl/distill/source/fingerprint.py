@@ -25,8 +25,7 @@ import numpy as np
 from edl.errors import SourceError
 from edl.protocol.tensors import Array, is_tensor
 
-OBJECT_NBYTES = 33
-"""Overhead of CPython's bytes object; without it, many short strings would weigh almost nothing."""
+OBJECT_NBYTES = 33  # overhead of CPython's bytes object; without it, many short strings would weigh almost nothing
 
 
 def arrays_nbytes(arrays: Iterable[Array]) -> int:
@@ -114,8 +113,7 @@ _EXACTLY_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _NUMBERS = frozenset({int, float, bool, type(None)})
 
 KeyPath: TypeAlias = tuple[Any, ...]
-MemoryLocation: TypeAlias = tuple[str, int]
-"""A location: the address of an array's first element, or the identity of a list or dictionary."""
+MemoryLocation: TypeAlias = tuple[str, int]  # address of an array's first element, or id of a list or dictionary
 
 
 @dataclass(eq=False, slots=True)

@@ -140,8 +140,7 @@ _ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DE
 _NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
 """gRPC's local messages for a refused answer. The status code alone could also be from the teacher."""
 _REMEDY = "answers must not be compressed, nor be larger than Options(max_answer_bytes=...)"
-_LONGEST_HINT_S = 60.0
-"""Longest pause that a teacher may request. A full queue is processed sooner than this, or never."""
+_LONGEST_HINT_S = 60.0  # longest pause that a teacher may request; a full queue is processed sooner, or never
 
 
 class RequestFailed(Exception):

@@ -448,8 +448,7 @@ class ReplyReader:
     def _version(self, named: str) -> str:
         """Return an answer's version, given the version that it names; empty if unknown.
 
-        gRPC may reconnect to a server that took over the address, and a foreign server may load a new version while it
-        serves, or have several. EDL's own servers name the version in their metadata.
+        gRPC may reconnect to a server that took over the address, and foreign servers may load new versions meanwhile.
         """
         asked, expected = self._output_spec.version, self.spec.version
         unnamed = not named and not self.spec.versions and bool(asked)  # `version=` replaces it

@@ -18,10 +18,7 @@ from edl.protocol.tensors import Array
 
 
 def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the fields that the model needs, in its types.
-
-    Raises `SourceError` if a field is missing, has the wrong shape, or would change in the model's type.
-    """
+    """Return the model's inputs in its types; raise `SourceError` if one is missing, misshapen, or would change."""
     if not spec.inputs:
         return dict(fields)
     missing = [name for name in spec.inputs if name not in fields]
@@ -77,10 +74,7 @@ def _to_bfloat16(array: Array) -> Array:
 
 
 def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
-    """Return the first value that a conversion to a datatype changed, None if there is none.
-
-    Floating-point numbers may lose digits, even all of them if too small for the type, but none may become infinite.
-    """
+    """Return the first value that a conversion changed, or None. Floating-point numbers may lose digits."""
     # numpy calls 64-bit integers safe in FP64, which has 53 bits for them.
     large = array.dtype.kind in "iu" and array.dtype.itemsize == 8
     safe = datatype != "BF16" and not large and np.can_cast(array.dtype, converted.dtype, "safe")
@@ -131,10 +125,7 @@ class Payload:
     def of(
         cls, arrays: Mapping[str, Array], arena: Arena | None, *, copy: bool = False, batch_rows: int = 0
     ) -> Payload:
-        """Return a payload of arrays [rows, ...], copied into the arena's shared memory if they fit.
-
-        `batch_rows`: number of rows to pad to, if there are fewer.
-        """
+        """Return a payload of arrays [rows, ...], padded to `batch_rows`, in the arena's shared memory if they fit."""
         rows = next(iter(arrays.values())).shape[0]
         padding = max(batch_rows - rows, 0)
         if padding:

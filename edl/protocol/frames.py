@@ -145,7 +145,7 @@ class TlsSocket:
         self.getpeername, self.getsockname, self.close = sock.getpeername, sock.getsockname, sock.close
 
     async def shake_hands(self) -> bytes:
-        """Return the peer's certificate (DER), empty for none; OSError if the peer does not speak TLS or ends it."""
+        """Return the peer's certificate (DER), empty for none; OSError if the peer does not speak TLS or hangs up."""
         while True:
             try:
                 self._tls.do_handshake()

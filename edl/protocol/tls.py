@@ -64,7 +64,7 @@ class Material:
 
 
 def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
-    """Read bearer tokens, one per line, without blank lines and comments (#); errors never show the contents."""
+    """Read bearer tokens, one per line, without comments (#). Errors show no content; servers refuse guessable tokens."""
     tokens = []
     lines = _read(path, "token file", secret=True).decode("utf-8-sig", "replace").splitlines()
     for number, line in enumerate(map(str.strip, lines), 1):

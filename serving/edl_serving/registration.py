@@ -174,7 +174,7 @@ class InstanceReconciler:
         self._loop.wake()
 
     def wait_until_current(self, timeout_s: float) -> bool:
-        """Return whether the registry shows the desired instance in time; raise the error that ended the thread."""
+        """Wait until the registry shows the desired instance, False if late; raise the error that ended the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self.published == self._desired, timeout_s)
             if self._failure is not None:
@@ -312,7 +312,7 @@ class ProbeStatus(enum.Enum):
 
 
 class ReadinessTracker:
-    """Keeps a server registered until it reports not ready or misses `failures` probes in a row: one may be lost."""
+    """Decides whether a server stays registered: until it is not ready, or misses `failures` probes in a row."""
 
     def __init__(self, failures: int) -> None:
         self._failures = failures

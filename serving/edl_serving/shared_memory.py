@@ -242,7 +242,7 @@ class ClientRegions:
             raise invalid_argument(f"shared memory region {quote(name)} is not registered") from None
 
     def register(self, request: kserve.SystemSharedMemoryRegisterRequest) -> None:
-        """Open and register an object; again if it is the same, or if the object of that name is unlinked."""
+        """Open and register an object. A name may come again with the same region, or once its object is unlinked."""
         if not request.name:
             raise invalid_argument("shared memory region name '': must not be empty")
         own = self._own()

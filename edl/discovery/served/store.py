@@ -43,7 +43,10 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 
 
 def store_credentials(credentials: Credentials) -> Credentials:
-    """Return the credentials for a served store: tokens, and mutual TLS if a CA and a certificate are set."""
+    """Return the credentials for a served store: tokens, and mutual TLS if all its files are set.
+
+    A CA alone, or a certificate alone, is for teachers.
+    """
     if credentials.ca and credentials.cert:
         return credentials
     return Credentials(token_file=credentials.token_file, allow_insecure_tokens=credentials.allow_insecure_tokens)

@@ -157,7 +157,10 @@ class EngineConnection:
         return True
 
     async def post(self, path: str, body: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Send a POST request, and again if the connection breaks. Raises `EngineRefusal` or `RequestError`."""
+        """Send a POST request, and repeat it once if the connection breaks, which is safe because answers are the same.
+
+        Raises `EngineRefusal` or `RequestError`.
+        """
         data = json.dumps(body, separators=(",", ":")).encode()
         try:
             answer = await asyncio.wait_for(self._post_again(path, data, limit), self._engine.timeout_s)

@@ -1,8 +1,6 @@
 """A general client of the Kubernetes API: objects as plain JSON, with deadlines and EDL's errors.
 
-`client` implements the verbs, `connection` sends requests with credentials and deadlines, `responses` parses responses,
-`watch` follows changes; `resource_types` names the kinds, `quantity` parses amounts. If the API server cannot answer,
-calls raise an error; they never report "not found".
+If the API server cannot answer, calls raise an error; they never report "not found".
 
 The official client handles credentials (kubeconfig, service accounts, exec plugins), TLS and proxies. It is imported
 when the first client is created, not with this package.

@@ -21,17 +21,13 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_PAGE: Final = 500
-"""Objects per page, as in kubectl: a few megabytes of pods."""
+_PAGE: Final = 500  # as in kubectl: a few megabytes of pods
 _MOST_RELISTS: Final = 2
 """How often a paged list is restarted because its first pages expired; the last attempt asks for all at once."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
-"""Name of an object, group, version, kind or namespace, checked before it becomes part of a path: a DELETE without a
-name deletes all objects, and a group that contains a slash (a resource may name one) leads to objects that its author
-may not touch.
-"""
-_WATCH_GRACE_S: Final = 20.0
-"""How long past its planned end a watch may be silent before its connection counts as dead."""
+"""Names, checked before they become part of a path: a DELETE without a name deletes all objects, and a group that
+contains a slash leads to objects that the author of a resource may not touch."""
+_WATCH_GRACE_S: Final = 20.0  # silence past its planned end after which a watch's connection counts as dead
 
 
 class KubeClient:
@@ -100,10 +96,7 @@ class KubeClient:
         label_selector: str = "",
         field_selector: str = "",
     ) -> ObjectList:
-        """Read all objects of a kind, and the version from which a watch can follow.
-
-        An empty `namespace` means the whole cluster.
-        """
+        """Read all objects of a kind, and the version to watch from. An empty `namespace` means the whole cluster."""
         selectors = _filled(labelSelector=label_selector, fieldSelector=field_selector)
         call = self._call("list", kind, namespace)
         path = self._path(kind, namespace)
@@ -125,23 +118,15 @@ class KubeClient:
         raise KubernetesError(f"{self.url}: {call}: the list changes faster than it can be read")
 
     def create(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
-        """Create an object, and return it as stored.
-
-        Raises:
-            ConflictError: an object of this name exists.
-            QuotaExceededError: the namespace's quota has no room for it.
-        """
+        """Create an object; return it as stored. ConflictError if it exists, QuotaExceededError if over quota."""
         call = self._call("create", kind, namespace, str(_metadata(obj).get("name") or ""))
         body = self._encode(kind, obj)
         return self._request(call, "POST", self._path(kind, namespace), {}, body)
 
     def apply(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
-        """Create an object, or update its fields by server-side apply. Return it as stored.
+        """Create an object, or update its fields by server-side apply; return it as stored. QuotaExceededError if full.
 
         Fields that EDL applied before and now omits are removed; fields set by other managers become EDL's.
-
-        Raises:
-            QuotaExceededError: the namespace's quota has no room for it.
         """
         name = str(_metadata(obj).get("name") or "")
         call = self._call("patch", kind, namespace, name)
@@ -158,13 +143,9 @@ class KubeClient:
         *,
         subresource: str = "",
     ) -> Object | None:
-        """Change fields by a merge patch (RFC 7386), in which None removes a field.
+        """Change fields by a merge patch (RFC 7386), in which None removes one; return None if there is no such object.
 
-        Returns:
-            The object as stored; None if it does not exist.
-
-        Raises:
-            ConflictError: its version is no longer the `metadata.resourceVersion` in the patch.
+        ConflictError if its version is no longer the `metadata.resourceVersion` in the patch.
         """
         call = self._call("patch", kind, namespace, name, subresource)
         path = self._path(kind, namespace, name, subresource)
@@ -179,12 +160,9 @@ class KubeClient:
         uid: str = "",
         grace_period_s: int | None = None,
     ) -> bool:
-        """Delete an object and, later, its dependents; return whether it existed.
+        """Delete an object and, later, its dependents; return whether it existed. ConflictError if `uid` differs.
 
         `grace_period_s` is for pods: seconds between SIGTERM and SIGKILL, None for the pod's own.
-
-        Raises:
-            ConflictError: its UID is not `uid`.
         """
         call = self._call("delete", kind, namespace, name)
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
@@ -215,14 +193,11 @@ class KubeClient:
         timestamps: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[bytes]:
-        """Yield a container's log in chunks, which may end within a line.
+        """Yield a container's log in chunks, which may end within a line. InvalidObjectError without a started one.
 
         `follow` continues until the container ends; `since_time` has the format of `format_time`; `timestamps` starts
-        each line with its time. The log ends after `deadline_s`, if given. If the node vanishes, it ends with an error
-        after a minute.
-
-        Raises:
-            InvalidObjectError: the pod or container does not exist or has not started.
+        each line with its time. The log ends after `deadline_s`. If the node vanishes, it ends with an error after a
+        minute.
         """
         call = self._call("get", PODS, None, pod, "log")
         flags = {"follow": follow, "timestamps": timestamps}
@@ -344,7 +319,6 @@ def _checked(name: str) -> str:
 
 
 def _read_until(stream: Stream, end: float) -> Iterator[bytes]:
-    """Yield pieces until the monotonic time `end`."""
     stream.set_silence_limit(end - time.monotonic())
     try:
         for piece in stream:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOGIN_S: Final = 30.0
-"""Timeout of a credential plugin that may prompt a person."""
+_LOGIN_S: Final = 30.0  # for a credential plugin that may prompt a person
 _IMPERSONATION: Final = ("as", "as-uid", "as-groups", "as-user-extra")
 
 
@@ -44,9 +43,7 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
     `path` may name several files as KUBECONFIG does, or be empty for `~/.kube/config`; an empty `context` is the
     current one. A plugin has `plugin_s` seconds to provide credentials if there is no terminal.
 
-    Raises:
-        SettingsError: it needs an unsupported feature, or its plugin provides no credentials.
-        Exception: of any kind, if the file is malformed: yaml, keys, base64.
+    SettingsError if it needs an unsupported feature, or its plugin fails; any Exception if the file is malformed.
     """
     from kubernetes import config
     from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigMerger
@@ -82,7 +79,6 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
 
 
 def _entry(merged: Any, kind: str, name: Any) -> Mapping[str, Any]:
-    """Return a context, user or cluster by its name; an empty mapping if there is none."""
     found = merged[f"{kind}s"].get_with_name(name, safe=True)
     value = found.safe_get(kind) if found is not None else None
     return getattr(value, "value", value) or {}
@@ -99,25 +95,18 @@ def _use_proxy(configuration: Any, url: str) -> None:
     configuration.no_proxy = None
 
 
-_AGREEING: Final = 3
-"""Consecutive responses that must agree before they count: a single one may be a proxy's."""
+_AGREEING: Final = 3  # consecutive responses before they count: a single one may be a proxy's
 _NEAR_S: Final = 2.0
 """Tolerance: smaller differences count as agreement. A `Date` has whole seconds, and a response takes time."""
-_SLOWEST_S: Final = 5.0
-"""A response that took longer says too little about the time."""
-_LARGEST_SKEW_S: Final = 86400.0
-"""No working machine has a clock so wrong: certificates and tokens would not be valid."""
+_SLOWEST_S: Final = 5.0  # a response that took longer says too little about the time
+_LARGEST_SKEW_S: Final = 86400.0  # with a clock so wrong, certificates and tokens would not be valid
 
 
 class ServerClock:
     """Tells the time by the API server's clock, which timestamps objects, from its `Date` headers. Thread-safe.
 
     Deadlines that end or delete a job use this time, so three consecutive responses must agree, and be within a day of
-    this machine's clock, before they correct it. Until then this machine's clock counts.
-
-    Args:
-        clock: this machine's time, in seconds since 1970.
-        monotonic: seconds of a clock that is never adjusted.
+    this machine's clock, before they correct it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -163,8 +152,7 @@ _MOST_BYTES: Final = 256 * 1024**2
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MOST_CONNECTIONS: Final = 64
 """Idle connections kept for reuse: as many as an operator has threads. Calls beyond that open and close their own."""
-_CHUNK: Final = 256 * 1024
-"""Bytes read at a time: a page of pods is some megabytes."""
+_CHUNK: Final = 256 * 1024  # a page of pods is some megabytes
 _CALL_TIMEOUTS: Final = 3
 """A whole call takes at most this many times the timeout: to connect, to start the response, and to finish it."""
 _KEEPALIVE: Final = (
@@ -229,11 +217,10 @@ class Connection:
         *,
         begins_at_once: bool = False,
     ) -> Stream:
-        """Start reading a streamed response.
+        """Start reading a streamed response, which the caller closes.
 
-        `read_timeout_s` is the longest silence in seconds; None for no limit while the server's host is reachable. With
-        `begins_at_once`, the first byte must arrive within the timeout of an ordinary call. The caller closes the
-        stream.
+        `read_timeout_s` is the longest silence; None for no limit while the server's host is reachable. With
+        `begins_at_once`, the first byte must arrive within the timeout of an ordinary call.
         """
         first_s = self._settings.timeout_s if begins_at_once else read_timeout_s
         stream = Stream(call, self.url, self._open(call, "GET", path, query, None, "", first_s))
@@ -324,11 +311,7 @@ class Stream:
         self._closing = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield chunks of the response.
-
-        Raises:
-            KubernetesError: the connection breaks, or is silent for too long; not after `interrupt`.
-        """
+        """Yield chunks; KubernetesError if the connection breaks or is silent too long, but not after `interrupt`."""
         try:
             with _translated(self._call, self._url):
                 while not self._closing and (piece := self._response.read1(_CHUNK)):
@@ -388,7 +371,6 @@ def _read_whole(call: Call, url: str, response: BaseHTTPResponse, deadline: floa
 
 @contextlib.contextmanager
 def _translated(call: Call, url: str) -> Iterator[None]:
-    """Translate connection errors to EDL's."""
     import urllib3.exceptions
     from kubernetes.config import ConfigException
 

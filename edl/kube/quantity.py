@@ -15,16 +15,11 @@ _FACTORS: Final = {
     **{letter: Decimal(1000) ** power for power, letter in enumerate("kMGTPE", 1)},
     **{letter: Decimal(1000) ** -power for power, letter in enumerate("mun", 1)},
 }
-_MOST_CHARS: Final = 64
-"""Longest quantity, in characters; the server's own have about twenty."""
+_MOST_CHARS: Final = 64  # the server's own have about twenty
 
 
 def parse_quantity(text: str | int | float) -> Decimal:
-    """Return an amount in units (cores, bytes, devices).
-
-    Raises:
-        ValueError: `text` is not an amount.
-    """
+    """Return an amount in units (cores, bytes, devices); ValueError if `text` is not one."""
     written = str(text).strip() if not isinstance(text, bool) else ""
     match = _PATTERN.fullmatch(written) if len(written) <= _MOST_CHARS else None
     if match is None:

@@ -6,15 +6,7 @@ from typing import Final, NamedTuple
 
 
 class ResourceType(NamedTuple):
-    """A kind of objects.
-
-    Attributes:
-        group: of the API; empty for the core.
-        version: of the API; empty for the version that the server prefers, which the client asks it for.
-        plural: as in URLs and RBAC.
-        kind: as in objects.
-        namespaced: whether objects belong to a namespace.
-    """
+    """A kind of objects. An empty `group` is the core; an empty `version` is the one that the server prefers."""
 
     group: str
     version: str

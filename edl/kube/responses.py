@@ -17,8 +17,7 @@ from edl.errors import (
 from edl.kube.objects import Object
 from edl.quoting import listed, shown
 
-_MOST_CAUSES: Final = 8
-"""Most causes listed for a refused object: an invalid template has one or two."""
+_MOST_CAUSES: Final = 8  # an invalid template has one or two
 
 
 class MissingError(InvalidObjectError):
@@ -49,11 +48,7 @@ class Call:
 
 
 def parse_object(call: Call, url: str, body: bytes) -> Object:
-    """Parse a successful response.
-
-    Raises:
-        KubernetesError: it is not a JSON object, so it is not from an API server.
-    """
+    """Parse a successful response; KubernetesError if it is not a JSON object, so not from an API server."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

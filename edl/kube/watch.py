@@ -32,16 +32,12 @@ _LENGTH_S: Final = 240.0
 """Length of a watch, after which a new one continues: this also ends connections that died unnoticed."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 """First and longest wait after failures: a restarted API server is found within 5 s."""
-_DENIED_RETRY_S: Final = 20.0
-"""Longest wait if access is denied: a permission granted later is noticed within it, and one that is never granted
-costs the API server one response per 15 s."""
+_DENIED_RETRY_S: Final = 20.0  # if access is denied: a permission granted later is noticed within it
 _QUICK_TRIES: Final = 5
 """Consecutive refusals before that wait: permissions may be granted a moment after the watch starts."""
-_SHORTEST_S: Final = 1.0
-"""A watch that ended sooner was cut off on the way to the server, and is not retried at full speed."""
+_SHORTEST_S: Final = 1.0  # a watch that ended sooner was cut off on the way, and is not retried at full speed
 
-_CLOSE_S: Final = 2.0
-"""How long `close` waits for a request that cannot be interrupted, such as a connection attempt."""
+_CLOSE_S: Final = 2.0  # for `close` to wait for a request that cannot be interrupted, such as a connection attempt
 
 
 class KubeWatch:
@@ -55,8 +51,7 @@ class KubeWatch:
         namespace: empty for the whole cluster; None for the client's own.
         on_change: called in the watch's thread with `ADDED`, `MODIFIED` or `DELETED` and the object; with `LISTED` and
             None if all objects may have changed, and with `STALE` and None if the server is unreachable.
-        length_s: seconds after which the server ends a request and a new one continues. A silent server is noticed a
-            few seconds after that.
+        length_s: seconds after which the server ends a request and a new one continues.
     """
 
     def __init__(

@@ -6,8 +6,6 @@ only a single record, clocks of different machines are never compared, and a res
 than a counter that falls. `read_service` turns all records of a service into rates.
 
 Publishing never disturbs the process: if the Store is unreachable, slow or full, it only logs a line.
-
-What does not belong here: decisions based on these figures (`edl.master.scaling`).
 """
 
 from __future__ import annotations

@@ -24,14 +24,10 @@ from edl.settings import LoadSettings
 
 logger = logging.getLogger(__name__)
 
-_STORE_TIMEOUT_S = 2.0
-"""Timeout of a request to the Store: a slower one is retried later, and must not delay the end of the process."""
-_CLOSE_TIMEOUT_S = 1.0
-"""How long an ending process waits for its records to be removed; without an answer they expire with their lease."""
-_LONGEST_TEXT = 512
-"""Most characters of a text, as many as in a registry's ids."""
-_LAST_RETRY_S = 60.0
-"""Longest wait between attempts while the Store is unreachable: a thousand students then make 17 attempts a second."""
+_STORE_TIMEOUT_S = 2.0  # a slower request is retried later, and must not delay the end of the process
+_CLOSE_TIMEOUT_S = 1.0  # for records to be removed; otherwise they expire with their lease
+_LONGEST_TEXT = 512  # characters, as in a registry's ids
+_LAST_RETRY_S = 60.0  # while the Store is unreachable: a thousand students then make 17 attempts a second
 
 Counters: TypeAlias = Mapping[str, float | None]
 """Cumulative figures by name; None for a figure that is not known."""
@@ -198,7 +194,6 @@ def _rounded(counters: Counters) -> dict[str, float | None]:
 
 
 def _printable(value: Any) -> Any:
-    """Return text, or texts, in a form that readers of a record accept."""
     if isinstance(value, str):
         return shown(value, _LONGEST_TEXT)
     return [_printable(part) for part in value] if isinstance(value, list) else value

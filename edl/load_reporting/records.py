@@ -30,23 +30,17 @@ VERSION = 1
 """Version of the format: records of other versions are skipped, since their fields may mean something else."""
 MAX_TEACHERS = 64
 """Most teachers that a student's record names: the list is for people, and a record has to stay small."""
-_MAX_TEXT = 1024
-"""Most characters of a text: registry ids have up to 512, and unprintable characters are escaped."""
-_MAX_BYTES = 256 * 1024
-"""The largest record: the largest value of a Store."""
+_MAX_TEXT = 1024  # characters: registry ids have up to 512, and unprintable ones are escaped
+_MAX_BYTES = 256 * 1024  # the largest value of a Store
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _IDLE_SHARE = 0.01
 """A student that requests nothing, and waits for less than this share of its time, is idle by choice."""
 _LEAST_BUSY_SHARE = 0.001
 """A student's demand is computed with at least this busy share: with less, clock resolution would dominate."""
-_SHORTEST_S = 0.001
-"""Shortest record, in seconds, that has rates: publishers use far longer ones, and a quotient might be infinite."""
-_LEAST_COMPUTE_S = 1e-6
-"""Least computing time, in seconds, that gives a rate: records have microsecond resolution."""
-_PRESENT = ("starting", "ready")
-"""States of teachers that count as present: an unhealthy or draining one takes no work."""
-_MOST_LOGGED = 1000
-"""Unusable records remembered as logged; beyond this number they are logged again."""
+_SHORTEST_S = 0.001  # of a record that has rates: over less time, a quotient might be infinite
+_LEAST_COMPUTE_S = 1e-6  # of computing for a rate: records have microsecond resolution
+_PRESENT = ("starting", "ready")  # states: an unhealthy or draining teacher takes no work
+_MOST_LOGGED = 1000  # beyond this number, unusable records are logged again
 _logged: set[tuple[str, str]] = set()
 
 RecordKind = Literal["students", "teachers"]
@@ -196,11 +190,7 @@ class ServiceLoad:
 
 
 def record_key(service: str, kind: RecordKind, publisher: str) -> str:
-    """Return the key of a publisher's record.
-
-    Raises:
-        SettingsError: the service name is invalid.
-    """
+    """Return the key of a publisher's record; SettingsError if the service name is invalid."""
     return f"load/{check_service(service)}/{kind}/{publisher}"
 
 
@@ -270,11 +260,7 @@ def _log_once(key: str, reason: str) -> None:
 
 
 def parse_record(key: str, value: bytes) -> StudentRate | TeacherRate:
-    """Return the load that a record contains.
-
-    Raises:
-        ValueError: the record is unusable; the message says why.
-    """
+    """Return the load that a record contains; ValueError, which says why, if it is unusable."""
     parts = key.split("/")
     if len(parts) != 4 or parts[0] != "load" or not is_service(parts[1]) or not _ID.fullmatch(parts[3]):
         raise ValueError("its key is not that of a load record")

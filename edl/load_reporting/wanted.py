@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 WantedKind = Literal["teachers", "workers"]
 
 WANTED_VERSION = 1
-"""Version of the format."""
 
 
 def wanted_key(kind: WantedKind, name: str) -> str:

@@ -1,8 +1,4 @@
-"""The master of a job: hands out its data shard by shard, and decides how many teachers and workers it needs, and why.
-
-What does not belong here: training (`edl.collective`), soft labels (`edl.distill`), and the page that shows it all
-(`edl.dashboard`).
-"""
+"""The master of a job: hands out its data shard by shard, and decides how many teachers and workers it needs."""
 
 from edl.datasets import ShardSettings, open_dataset
 from edl.master.client import MasterClient, Shard, ShardingClient, ShardReader

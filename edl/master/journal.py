@@ -1,17 +1,13 @@
 """Journals of a master's decisions, which outlive it: records in order, and a snapshot in place of older ones.
 
-`Journal` is the interface. `SqliteJournal` uses a file, with a transaction per group of records. `StoreJournal` uses a
-Store, so that any machine that reaches the Store can take it over. In the folder `journals/JOB`:
+A `StoreJournal` consists of these values, in the folder `journals/JOB`:
 
 - `head` is the table of contents: the term, the snapshot, which values hold records after it, and which are garbage.
-  Every commit is a compare-and-set of it, so a writer whose term has ended fails, whatever else it has written.
+  Every commit is a compare-and-set of it, so a writer whose term has ended fails.
 - `records/TERM/...` and `snapshots/TERM-NUMBER/...` are values that only the writer of that term wrote.
 
-A group is written to values after those that the head names; it is committed once the head names them too. A snapshot
-is announced in the head before its first value is written, so that the values of an interrupted one are found and
-deleted.
-
-What does not belong here: the meaning of the bytes (`edl.master.shards`), who may lead, and when to take a snapshot.
+A group is written to values after those that the head names, and committed once the head names them too. A snapshot is
+announced in the head before its first value is written, so that the values of an interrupted one are found and deleted.
 """
 
 from __future__ import annotations
@@ -65,14 +61,12 @@ _ACCEPTED = "accepted are sqlite:///absolute/path/to/file, and store:JOB togethe
 def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0) -> Journal:
     """Open the journal that `url` names. Neither reads it nor begins a term.
 
-    - `sqlite:///absolute/path`: a file on a local disk, created if necessary, with its folder. A master on another
-      machine cannot take it over.
-    - `store:JOB`: keys of `store`, which the caller closes after the journal. A master on any machine that reaches the
-      store can take it over. Its durability is the store's: Consul and etcd have written to the disks of a majority of
-      servers when they answer.
+    - `sqlite:///absolute/path`: a file on a local disk, created with its folder if necessary. Only a master on this
+      machine can take it over.
+    - `store:JOB`: keys of `store`, which the caller closes after the journal. Consul and etcd answer once the data is
+      on the disks of a majority of servers.
 
-    `timeout_s` is how long to wait for another process's transaction on a file, or to keep retrying an unreachable
-    store, beyond the store's own timeout.
+    `timeout_s` is how long to wait for another process's transaction on a file, or to retry an unreachable store.
 
     Raises:
         SettingsError: The URL is invalid, or the file is not a journal.
@@ -93,11 +87,7 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
 
 
 def set_aside(url: str) -> None:
-    """Rename the file of an unused journal, so that the next journal there starts empty.
-
-    Raises:
-        SettingsError: The journal is not a file, or cannot be renamed.
-    """
+    """Rename the file of an unused journal, so the next one there starts empty; SettingsError if that fails."""
     path = Path(_path(url))
     kept = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
     try:
@@ -132,8 +122,7 @@ class Journal(Resource, abc.ABC):
       use the journal: methods raise `ClosedError`, and `close` does nothing.
     - **Time.** Every call has a deadline of a few seconds: `timeout_s` of `open_journal`.
 
-    An implementation runs each of its calls in a `_turn`. `name` is the journal's location, for errors.
-    `tests/fast/master/test_journal.py` checks every implementation.
+    An implementation runs each of its calls in a `_turn`, and passes `tests/fast/master/test_journal.py`.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -150,10 +139,7 @@ class Journal(Resource, abc.ABC):
 
     @abc.abstractmethod
     def begin_term(self) -> int:
-        """Become the only writer; return the term's number, larger than all earlier ones.
-
-        Call it before `load`, or the previous writer may append in between.
-        """
+        """Become the only writer, before `load`; return the term's number, larger than all earlier ones."""
 
     @abc.abstractmethod
     def load(self) -> tuple[bytes | None, list[bytes]]:
@@ -194,8 +180,7 @@ class Journal(Resource, abc.ABC):
 
 # --- In a file. ---
 
-_WAL_NBYTES: Final = 64 << 20
-"""Largest write-ahead log kept after a snapshot; SQLite would never shrink it."""
+_WAL_NBYTES: Final = 64 << 20  # write-ahead log kept after a snapshot; SQLite would never shrink it
 _TABLES: Final = Tables(
     kind="journal",
     application_id=0x45444C4A,  # "EDLJ"
@@ -296,22 +281,16 @@ class SqliteJournal(Journal):
 
 _CHUNK: Final = 128
 """Values per folder, read together: one by one, each takes a millisecond. At most 24 MB; etcd's client allows 64."""
-_MOST_VALUES: Final = 2000
-"""Values of records after which a snapshot is due: the next writer reads them in about a second, and deleting them
-keeps the store busy for a few."""
+_MOST_VALUES: Final = 2000  # of records until a snapshot is due: the next writer reads so many in about a second
 _TAIL: Final = 16
-"""Values deleted after the last group of an earlier term: its writer may have written a group there and died. A group
-of 3 MB fits."""
+"""Values deleted after the last group of an earlier term: its writer may have died while writing one of up to 3 MB."""
 _FORMAT: Final = 1
-"""Format of the head; other formats are refused rather than misread."""
-_RECORD: Final = struct.Struct("!QI")
-"""Before each record: its length, and its CRC-32."""
+_RECORD: Final = struct.Struct("!QI")  # before each record: its length, and its CRC-32
 _VALUE_NBYTES: Final = 190_000
 """Largest value: Consul's transactions take 512 KiB of JSON with base64 data, and EDL's store takes 256 KiB."""
 
 
 def _split_records(data: bytes) -> list[bytes]:
-    """Split concatenated records; ProtocolError if one of them is damaged or truncated."""
     records: list[bytes] = []
     at = 0
     while at < len(data):
@@ -328,7 +307,6 @@ def _split_records(data: bytes) -> list[bytes]:
 
 
 def _cut(data: bytes) -> list[bytes]:
-    """Split data into pieces that a store can hold; a single empty piece for no data."""
     return [data[at : at + _VALUE_NBYTES] for at in range(0, len(data), _VALUE_NBYTES)] or [b""]
 
 
@@ -360,7 +338,6 @@ class _Head:
 
     @classmethod
     def decode(cls, name: str, value: bytes) -> _Head:
-        """Return the head that `encode` wrote, or raise ProtocolError with the journal's `name`."""
 
         def values(folder: Any, first: Any, stop: Any) -> _Values:
             return _Values(str(folder), int(first), int(stop))
@@ -577,7 +554,6 @@ class StoreJournal(Journal):
         return 0.0
 
     def _ask(self, request: Callable[[], T]) -> T:
-        """Ask the store, and retry for a while if it is unreachable."""
         deadline = time.monotonic() + self._timeout_s
         wait = Backoff(0.05, 1.0, jitter=0.5)
         while True:

@@ -11,8 +11,7 @@ from edl.errors import ConflictError, EDLError, LeaseLostError, ProtocolError, S
 SERVICE: Final = "edl.master.v1.Master"
 FORMAT: Final = 1
 """Version of the protocol; a client of a different version gets an error instead of misreading replies."""
-MESSAGE_NBYTES: Final = 64 << 20
-"""Largest message: the index of a data set with a million file names takes about 15 MB."""
+MESSAGE_NBYTES: Final = 64 << 20  # the index of a data set with a million file names takes about 15 MB
 
 
 class NotFoundError(SettingsError):
@@ -45,11 +44,7 @@ def report_key(job: str) -> str:
 
 
 def read_report(store: Store, job: str) -> dict[str, Any] | None:
-    """Return the last report of a job's master; None if there is none, or it is unreadable.
-
-    Raises:
-        DiscoveryError: the Store cannot be reached.
-    """
+    """Return the last report of a job's master; None without a readable one. DiscoveryError if the Store is away."""
     entry = store.get(report_key(job))
     try:
         found = None if entry is None else json.loads(entry.value)

@@ -1,15 +1,13 @@
 """A reader's conversation with its master: a thread takes turns, renews leases, and reconnects after an outage.
 
-The caller's threads put reports and requests into an outbox and take shards from an inbox; the conversation's thread
-does everything else, so that a training loop never waits for the network. Each turn sends the pending reports, requests
-as many shards as there is room for, and renews all leases of its session. Turns are numbered within a session: if a
-reply is lost, the same turn is sent again, to this master or the next, and is applied once. A session that the master
-no longer knows is replaced by a new one; shards of the old one belong to other readers by then.
+The caller's threads put reports and requests into an outbox and take shards from an inbox, so that a training loop
+never waits for the network. Each turn sends the pending reports, requests as many shards as there is room for, and
+renews all leases of its session. Turns are numbered within a session: if a reply is lost, the same turn is sent again,
+to this master or the next, and is applied once. A session that the master no longer knows is replaced by a new one; its
+shards belong to other readers by then.
 
 No locks are used here, so a signal handler may close the reader in the middle of any call. State that both sides change
 is changed in single steps that are atomic in Python.
-
-What does not belong here: reading data, and counting what was consumed (`shard_reader`).
 """
 
 from __future__ import annotations
@@ -41,18 +39,13 @@ from edl.protocol import master as messages
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S: Final = 3600.0
-"""How long the thread waits if nothing is due; new work wakes it."""
-_CLOSE_S: Final = 3.0
-"""How long `close` waits for the last reports to reach the master; a session that is not closed expires by itself."""
-_DONE_S: Final = 5.0
-"""After this long without a master, a job whose last report says "done" is done; before, another may start."""
+_IDLE_S: Final = 3600.0  # new work wakes the thread
+_CLOSE_S: Final = 3.0  # for `close` to send the last reports; an unclosed session expires by itself
+_DONE_S: Final = 5.0  # without a master until a done job counts as over: another master may start
 _RESUME_RETRY_S: Final = 1.0
 """Time between attempts to resume at a mark that another reader holds: it may be dead, and its session will expire."""
-_ASK_S: Final = 0.01
-"""Shortest time between two requests for shards when there are none, so that the master is not flooded."""
-_MOST_REPORTS: Final = 4096
-"""Most reports per turn; the excess goes with the next one, so that a turn is applied in milliseconds."""
+_ASK_S: Final = 0.01  # between requests for shards while there are none, so that the master is not flooded
+_MOST_REPORTS: Final = 4096  # per turn, so that a turn is applied in milliseconds
 
 Outcome: TypeAlias = Literal["done", "failed", "returned"]
 
@@ -83,10 +76,7 @@ class Shard:
 
 @dataclass(eq=False, slots=True)
 class Report:
-    """The outcome of a shard, on its way to the master.
-
-    `units` of the shard were done if it was not finished. `refused` is the master's reason, or None.
-    """
+    """The outcome of a shard, of which `units` were done if it was not finished. `refused` is the master's reason."""
 
     shard: Shard
     outcome: Outcome
@@ -98,10 +88,7 @@ class Report:
 
 @dataclass(eq=False)
 class _Request:
-    """A request that a caller waits for; it is handled after the reports before it.
-
-    `attempt` handles it, and returns the seconds until the next attempt, 0 if there is none.
-    """
+    """A request that a caller waits for. `attempt` returns the seconds until the next attempt, 0 if there is none."""
 
     attempt: Callable[[_Request], float]
     answered: bool = False
@@ -122,10 +109,7 @@ class _OpenShard:
 
 
 class ShardSession:
-    """A session from the reader's side: its shards, and the turn in flight. No clock, no threads.
-
-    `restored` is how often the client had reset the data set when the session began.
-    """
+    """A reader's session: its shards, and the turn in flight. `restored` is how often the data set was reset before."""
 
     def __init__(self, name: str, restored: int = 0) -> None:
         self.name: Final = name
@@ -184,7 +168,6 @@ class ShardSession:
 
 
 def _first_of(outbox: deque[Any]) -> Report | _Request | None:
-    """Return the report or request that comes first; None if there is none."""
     try:
         first: Report | _Request = outbox[0]
     except IndexError:  # a caller withdrew its request
@@ -193,11 +176,7 @@ def _first_of(outbox: deque[Any]) -> Report | _Request | None:
 
 
 class Conversation:
-    """Handles a reader's requests, in order.
-
-    It prefetches `prefetch` shards of `dataset`. A shard that the caller does not work on for `stuck_s` seconds goes to
-    other readers.
-    """
+    """Handles a reader's requests, in order. A shard not worked on for `stuck_s` seconds goes to other readers."""
 
     def __init__(self, client: MasterClient, dataset: str, holder: str, prefetch: int, stuck_s: float) -> None:
         self.dataset: Final = dataset
@@ -295,10 +274,7 @@ class Conversation:
         self._thread.wake()
 
     def deliver(self, reports: Sequence[Report]) -> None:
-        """Send reports, and wait until all are answered; each says whether it was refused.
-
-        After an error, such as a master that is unreachable for too long, they are still sent later.
-        """
+        """Send reports, and wait until each is answered. After an error, they are still sent later."""
         for report in reports:
             self.tell(report)
         self._await(lambda: all(report.answered for report in reports), _IDLE_S)
@@ -416,7 +392,6 @@ class Conversation:
         return wait_s
 
     def _exchange(self) -> float:
-        """Do the due work; return the seconds until more is due."""
         while not self._ending:
             if self._session is not None and self._session.restored != self._restored:
                 if self._connection is not None:  # this session may be newer than the progress and have shards
@@ -446,7 +421,6 @@ class Conversation:
         return 0.0
 
     def _owes(self, session: ShardSession) -> bool:
-        """Whether there is a report to send, or an unanswered turn."""
         return session.in_flight is not None or isinstance(_first_of(self._outbox), Report)
 
     def _release_idle(self, session: ShardSession, now: float) -> None:
@@ -483,7 +457,6 @@ class Conversation:
         return max(0, room - has) if has <= self._prefetch // 2 else 0
 
     def _ask(self, session: ShardSession, now: float) -> bool:
-        """Take a turn if there is something to report or request; return whether there was."""
         self._asking = True  # before checking whether the caller rests
         try:
             want = self._room if now >= self._ask_at else 0
@@ -576,7 +549,6 @@ class Conversation:
         return self._settle(request)
 
     def _resume(self, wanted: messages.Resume, request: _Request) -> float:
-        """Resume at a mark in a new session."""
         if self._session is not None and self._session is not request.opened:
             with contextlib.suppress(LeaseLostError):  # then nothing is left to report
                 self._flush(self._attached())
@@ -638,7 +610,6 @@ class Conversation:
         self._session = None
 
     def _say_goodbye(self) -> None:
-        """Send the last reports and close the session, if the master is reachable."""
         try:
             if self._session is not None and self.wait.away_since is None:
                 session = self._attached()
@@ -701,7 +672,6 @@ class Conversation:
         return True
 
     def _fail(self, exc: EDLError) -> None:
-        """Raise an error in callers from now on."""
         self._failure = exc
         self._changed.notify()
 

@@ -1,10 +1,7 @@
 """Calls to a job's master, which wait while there is none, and the channel for them.
 
-All traffic from this process to a master uses a `MasterConnection`: single calls, and a stream of turns on which a
-reader requests and reports shards. Only there are gRPC's errors translated to EDL's: a `NoMasterError` means that no
-master answers, and callers wait it out; all other errors are the master's answer.
-
-What does not belong here: a reader's exchange with the master (`conversation`).
+Only `MasterConnection` translates gRPC's errors to EDL's: a `NoMasterError` means that no master answers, and callers
+wait it out; all other errors are the master's answer.
 """
 
 from __future__ import annotations
@@ -49,14 +46,11 @@ R = TypeVar("R", bound=Message)
 
 DEFAULT_TIMEOUT_S: Final = 300.0
 """A master that was lost with its host is restarted within minutes."""
-CALL_S: Final = 10.0
-"""Response timeout: a commit takes milliseconds, or up to 5 s, the deadline of a Store with several hosts."""
-STREAM_S: Final = 60.0
-"""gRPC ends a stream at this age, so a hung master is noticed by then."""
+CALL_S: Final = 10.0  # a commit takes milliseconds, or up to 5 s, the deadline of a Store with several hosts
+STREAM_S: Final = 60.0  # gRPC ends a stream at this age, so a hung master is noticed by then
 RENEW_STREAM_S: Final = 30.0
 """An idle stream of this age is replaced: a turn on it would have less than `STREAM_S` for its reply."""
-_RETRY_S: Final = (0.1, 1.0)
-"""First and longest wait between attempts: a restarted master answers after half a second."""
+_RETRY_S: Final = (0.1, 1.0)  # seconds, first and longest wait: a restarted master answers after half a second
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
     ("grpc.max_send_message_length", MESSAGE_NBYTES),
@@ -74,10 +68,9 @@ class NotCreatedError(NoMasterError):
 
 
 class MasterConnection(Resource):
-    """A channel to the master at `endpoint`, a `host:port`.
+    """A channel to the master at `endpoint`, `host:port`; SettingsError if a token would cross the network unencrypted.
 
-    Call `exchange` from one thread only; closing the connection ends all calls in flight. SettingsError if a token
-    would cross the network unencrypted.
+    Call `exchange` from one thread only; closing the connection ends all calls in flight.
     """
 
     def __init__(self, endpoint: str, files: CredentialFiles | None) -> None:
@@ -138,7 +131,6 @@ class MasterConnection(Resource):
 
     @contextlib.contextmanager
     def _translating(self) -> Iterator[None]:
-        """Translate gRPC's errors to EDL's."""
         try:
             yield
         except grpc.RpcError as exc:
@@ -170,18 +162,14 @@ class MasterConnection(Resource):
 
 
 class MasterWait:
-    """Tracks how long the master of `job` has been unreachable, for callers that wait up to `timeout_s`.
-
-    Use it in one thread; others may read `away_since`.
-    """
+    """Tracks how long the master of `job` has been unreachable. For one thread; others may read `away_since`."""
 
     def __init__(self, job: str, timeout_s: float) -> None:
         self._job = job
         self._timeout_s = timeout_s
         self._backoff = Backoff(*_RETRY_S, jitter=0.5)
         self._last: NoMasterError | None = None
-        self.away_since: float | None = None
-        """A `time.monotonic()` time; None while the master answers."""
+        self.away_since: float | None = None  # a `time.monotonic()` time; None while the master answers
 
     @property
     def away_s(self) -> float:

@@ -30,11 +30,8 @@ from edl.resource import Resource
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1
-"""Version of the state that `state_dict` returns."""
-_ASK_S: Final = 0.5
-"""Time between calls of `may_leave`, which may ask the master. The end of an epoch may be delayed by as much."""
-_WAIT_S: Final = 3600.0
-"""Longest single wait for a shard: other readers' shards may be requeued whenever their leases end."""
+_ASK_S: Final = 0.5  # between calls of `may_leave`, which may ask the master; may delay the end of an epoch
+_WAIT_S: Final = 3600.0  # other readers' shards may be requeued whenever their leases end
 _NOT_OF_THE_SHARD: Final = (
     *(ClosedError, ConflictError, LeaseLostError, PoisonedShardsError, SettingsError, TemporaryError),
 )
@@ -57,8 +54,7 @@ class ShardReader(Resource):
         client: Client of the job.
         dataset: Name of the data set at the master. A reader waits until it has been created.
         holder: Displayed name. Default: the host and the process id.
-        prefetch: Prefetched shards, in addition to those that the caller has. With fewer, a slow worker holds fewer
-            back; with more, a fast one waits less for short shards.
+        prefetch: Prefetched shards, in addition to those that the caller has.
         samples: Your own source, for data sets that name none that a worker may open (`load_dataset`).
         explicit: Report only by `report_done`, `report_failed` and `give_back`.
         on_poisoned: "raise" or "warn" at the end of the iteration.
@@ -357,7 +353,6 @@ class ShardReader(Resource):
         self._conversation.resume(holder, session, mark)
 
     def _report_current(self) -> None:
-        """Report the shard that the iterator yielded last as done."""
         shard, self._current = self._current, None
         self._sampling = False
         if shard is not None:
@@ -402,7 +397,6 @@ class ShardReader(Resource):
         logger.warning("%s", text)
 
     def _data(self, shard: Shard) -> Dataset:
-        """Return the data set, opened in this process, with this shard in it."""
         if self._opened is None:
             self._opened = load_dataset(self._conversation.spec, samples=self._samples)
         if not self._opened.covers(shard):
@@ -435,7 +429,6 @@ class ShardReader(Resource):
 
 
 def _check_position(state: object) -> None:
-    """Raise SettingsError if `state` did not come from `ShardReader.state_dict`."""
     found = state if isinstance(state, Mapping) else {}
     mark = found.get("mark")
     if (

@@ -137,7 +137,6 @@ def _is_met(term: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bo
 
 
 def _holds(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Return whether a requirement holds; one with an unknown operator does not."""
     check = _OPERATORS.get(rule.get("operator", ""))
     return check is not None and check(labels.get(rule.get("key", "")), rule.get("values") or [])
 
@@ -393,11 +392,7 @@ _KEPT_S: Final = 60.0
 
 
 class CapacityWatch:
-    """Follows nodes and pods of the cluster, until it is closed.
-
-    In a watch's thread, `on_change` is called when capacity may have changed, and `on_pod` with each pod event, as in
-    `KubeWatch`.
-    """
+    """Follows nodes and pods, and calls `on_change` when capacity may have changed, and `on_pod` as in `KubeWatch`."""
 
     def __init__(
         self,

@@ -108,10 +108,8 @@ class FieldReader:
         return []
 
 
-MOST_MEMBERS: Final = 1000
-"""Most members of one resource. The status has a record of each, and etcd limits objects to 1.5 MB."""
-_LONGEST_NAME: Final = 63
-"""A label's value has at most 63 characters, and members carry the owner's name as a label."""
+MOST_MEMBERS: Final = 1000  # the status has a record of each, and etcd limits objects to 1.5 MB
+_LONGEST_NAME: Final = 63  # characters of a label's value: members carry the owner's name as a label
 _DNS_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
@@ -120,12 +118,10 @@ class MemberOwner:
     """A resource that owns members.
 
     Attributes:
-        generation: counts changes of `spec`.
         created_s: Unix time of its creation.
         min_replicas: number of members that it starts with, and never shrinks below.
         replicas: the value from `/scale`, ignored if `scaling` is `auto`; None if unset or the default.
         scaling: `auto` if EDL decides the number of members, `external` if only `/scale` does.
-        grace_period_s: seconds that a member has to end.
     """
 
     resource_type: ClassVar[ResourceType] = ELASTIC_JOBS
@@ -238,8 +234,7 @@ def _check_template(spec: FieldReader, arguments: str) -> None:
         member.refuse("ArgsInTemplate", "args", args, f"they are the operator's: write them to spec.{arguments}")
 
 
-_UID_CHARS: Final = 8
-"""Characters of a UID in a job's id: 16**8 values, enough to distinguish successive jobs of the same name."""
+_UID_CHARS: Final = 8  # of a UID in a job's id: enough to distinguish successive jobs of the same name
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,8 @@
 """`ScalingAdvisor`: the loop that reads loads, decides, and writes how many teachers and workers are wanted.
 
-A Store's advisors elect a leader (the election `advisor`), which writes `wanted/teachers/SERVICE`; the others stand by,
-and warn if they were given different bounds, which then have no effect. The number of workers that a job wants is
-written by the advisor that has a function for it: the one of that job's master, while the master leads.
-
-It only says how many are wanted: an operator, or a person, starts and ends teachers. `teachers` and `workers` make the
-decisions; `edl.load_reporting` provides the figures.
+A Store's advisors elect a leader (the election `advisor`), which writes `wanted/teachers/SERVICE`. The others stand by,
+and warn if their bounds differ from the leader's. How many workers a job wants is written by the advisor of its leading
+master. An operator, or a person, starts and ends teachers.
 """
 
 from __future__ import annotations
@@ -38,9 +35,7 @@ logger = logging.getLogger(__name__)
 _ELECTION = "advisor"
 _MOST_DECISIONS = 20  # kept in a record, for people: a few kilobytes
 _LAST_RETRY_S = 10.0
-"""Longest wait between attempts while the Store is unreachable."""
-_COMPARE_S = 10.0
-"""How often a standby advisor checks the leader's bounds."""
+_COMPARE_S = 10.0  # how often a standby advisor checks the leader's bounds
 
 
 @dataclass(frozen=True)
@@ -49,9 +44,7 @@ class AdvisorSettings:
 
     teachers: TeacherScalingSettings = field(default_factory=TeacherScalingSettings)
     interval_s: float = 2.0  # between two readings of all loads
-    refresh_s: float = 5.0
-    """After this time an unchanged record is rewritten, so that others see that the advisor is alive; this is also the
-    maximum age of its reason and figures."""
+    refresh_s: float = 5.0  # an unchanged record is rewritten after this time, to show that the advisor is alive
     ttl_s: float = 10.0  # after which another advisor leads if the leader is lost
 
 
@@ -67,13 +60,8 @@ class WorkerAdvice:
 class ScalingAdvisor:
     """Writes how many teachers and workers are wanted, in its own thread, until it is closed.
 
-    An unreachable Store is logged once and retried; the last numbers remain.
-
-    Args:
-        store: Store where loads are published and results are written; it stays open when this is closed.
-        settings: Settings of the decisions; None for the defaults.
-        workers: Returns how many workers a job should have, or None if that is unknown yet; called in the thread. None
-            for an advisor of teachers only.
+    An unreachable Store is logged once and retried. `store` stays open when this is closed. `workers` returns how many
+    workers a job should have, or None if that is unknown yet; called in the thread.
     """
 
     def __init__(
@@ -164,7 +152,6 @@ class ScalingAdvisor:
             service.state = state  # only now: a decision that could not be written is repeated
 
     def _compare_bounds(self) -> None:
-        """Log once per leader with different bounds that this advisor's bounds have no effect."""
         now_s = time.monotonic()
         if now_s < self._compare_at_s:
             return

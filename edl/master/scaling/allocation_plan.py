@@ -1,8 +1,8 @@
 """Jobs' requests to a cluster, the value of workers to them, and the plan that an arbitration works on.
 
 Jobs and nodes are numbers here, in the order that breaks ties. A worker goes to the first node with the fewest free
-GPUs that suffice (best fit). Nodes with the same number of free GPUs share a bucket, so this takes no search. A bucket
-is a heap with lazy removal: a node's number of free GPUs tells whether it still belongs there.
+GPUs that suffice (best fit). Nodes with the same number of free GPUs share a bucket, a heap with lazy removal, so this
+takes no search.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Final
 from edl.master.scaling.workers import ThroughputModel, compute_realloc_factor
 
 _NO_WORKERS: Final = 0.5
-"""A job without workers counts as if it had this many, since log 0 is not finite: its first worker is worth as much as
-the second one of a job that scales perfectly. With less, jobs whose minimum is 0 would take their first worker before
-any other job may grow."""
+"""A job without workers counts as if it had this many, since log 0 is not finite. With less, jobs whose minimum is 0
+would take their first worker before any other job may grow."""
 _LINEAR: Final = ThroughputModel(1.0, 0.0)
 
 
@@ -27,11 +26,9 @@ class ArbitrationSettings:
     """Settings of arbitration among jobs."""
 
     horizon_s: float = 1800.0
-    """No gain is counted further ahead, since by then the mix of jobs has changed; also the assumed remaining time of a
-    job that does not report any."""
+    """No gain is counted further ahead: the mix of jobs will have changed. Also assumed if a job reports no time."""
     patience_s: float | None = 3600.0
-    """Once a job has waited this long, no later job starts before it. Until then its share is not idle: it is lent to
-    jobs that can give it back. None for never."""
+    """Once a job has waited this long, no later job starts before it. Until then its share is lent. None for never."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,7 @@ class _JobValue:
     def compute_gain(self, workers: int, more: int) -> float:
         """Return the gain from n' = `more` workers over n for a job that pauses anyway.
 
-        The pause weighs more if less time is left: the extra cost with n' over that with n is deducted, unless it can
-        never pay off.
+        The extra cost of the pause with n' over that with n is deducted, unless it can never pay off.
         """
         found = self._gains.get((workers, more))
         if found is None:
@@ -108,14 +104,11 @@ class _JobValue:
         return found
 
     def find_worthwhile_size(self, workers: int, most: int) -> int | None:
-        """Return the smallest n' above n, up to `most`, whose gain exceeds the cost of the move; None if there is none.
-
-        Gain minus cost only grows with n', so bisection finds it.
-        """
+        """Return the smallest n' above n, up to `most`, whose gain exceeds the cost of the move; None without one."""
         if most <= workers or not self._is_worthwhile(workers, most):
             return None
         low, high = workers + 1, most
-        while low < high:
+        while low < high:  # bisection: gain minus cost only grows with n'
             middle = (low + high) // 2
             if self._is_worthwhile(workers, middle):
                 high = middle
@@ -247,20 +240,11 @@ class AllocationPlan:
     def choose_victims(
         self, node: int, needed: int, allowed: Sequence[bool], limit: float | None = None
     ) -> list[int] | None:
-        """Choose workers of a node until `needed` GPUs are free, by cost or by priority, the lowest first.
+        """Choose workers of a node that free `needed` more GPUs; return their jobs, once per worker; None if too few.
 
-        Ties go to the youngest job.
-
-        Args:
-            node: Where GPUs are needed.
-            needed: GPUs needed beyond the free ones.
-            allowed: Whether each job's surplus may be taken.
-            limit: Upper bound (exclusive) of the workers' cost. None to take surplus whatever it costs: then by
-                priority, then by cost, which is infinite for a job whose pause can never pay off, such as at its end.
-
-        Returns:
-            The jobs, in the order in which they give up a worker, once per worker; None if surplus below the limit does
-            not suffice.
+        Only `allowed` jobs give up surplus. With a `limit` (exclusive) of the total cost, the cheapest workers are
+        chosen; without one, those of the lowest priority, then the cheapest. The cost is infinite for a job whose pause
+        can never pay off, such as at its end. Ties go to the youngest job.
         """
         gpus, requests, on_node = self.gpus, self.requests, self.on_node[node]
         offers: list[tuple[int, float, int, int]] = []
@@ -293,7 +277,6 @@ class AllocationPlan:
         return victims if limit is None or self._price_victims(victims) < limit else None
 
     def _price_victims(self, victims: Sequence[int]) -> float:
-        """Return the loss of the jobs that give up these workers, pauses included."""
         total, counts = 0.0, dict[int, int]()
         for job in victims:
             counts[job] = counts.get(job, 0) + 1

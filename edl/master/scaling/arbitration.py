@@ -12,8 +12,7 @@ A decision takes passes over one plan, each with three steps, until a pass chang
 3. Workers from jobs that lose little to jobs that gain much, if the difference exceeds the cost of both pauses.
 
 Every move gains more than it costs, so the passes end. The last pass changes nothing, and neither would another
-decision: run on its own result, the arbiter moves nothing. `edl.master.scaling.workers` decides how many workers a job
-can use at all.
+decision: run on its own result, the arbiter moves nothing.
 """
 
 from __future__ import annotations
@@ -55,12 +54,8 @@ def arbitrate(
 ) -> Allocation:
     """Decide how many workers each job has on each node.
 
-    Args:
-        nodes: Name -> GPUs that jobs may use on the node.
-        jobs: All jobs, with or without workers.
-        placements: Job -> node -> current workers; nodes missing from `nodes` are lost, and jobs missing from `jobs`
-            have ended.
-        settings: Settings of the decision; None for the defaults.
+    `nodes` maps names to the GPUs that jobs may use there, `placements` job -> node -> current workers. Nodes missing
+    from `nodes` are lost, and jobs missing from `jobs` have ended.
     """
     requests = sorted(jobs, key=lambda job: (-job.priority, job.submitted_s, job.name))
     names = sorted(nodes)
@@ -109,9 +104,8 @@ def arbitrate(
 def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
     """Take workers from nodes with fewer GPUs than are used, and from jobs with too many or too few workers.
 
-    A node gives up surplus of the lowest priority first, then minima of the lowest priority, the youngest first. A job
-    left with fewer workers than its minimum loses all: it waits with the others, and gets its old places back if it is
-    served. Return these places, by job: node -> workers.
+    Surplus of the lowest priority goes first, then minima, the youngest first. A job left below its minimum loses all
+    its workers, and gets its old places back if it is served. Return these places, by job: node -> workers.
     """
 
     def rank(job: int) -> tuple[bool, float, float, int]:
@@ -238,8 +232,7 @@ def _could_ever_fit(plan: AllocationPlan, job: int) -> bool:
 def _grow_jobs(plan: AllocationPlan) -> bool:
     """Hand out free GPUs; return whether a worker was placed.
 
-    A job that has not moved yet gets its first workers together: as many as it takes for their gain to exceed the
-    pause. If they do not fit, the job is unchanged.
+    A job that has not moved yet gets its first workers together, enough for their gain to exceed the pause, or none.
     """
     if plan.free_gpus == 0:
         return False
@@ -283,8 +276,7 @@ def _offer(plan: AllocationPlan, job: int) -> tuple[float, int, int] | None:
 def _exchange_workers(plan: AllocationPlan) -> bool:
     """Move workers between jobs, one at a time, the largest gain first; return whether a worker was moved.
 
-    It ends when no move gains more than it costs. The sum of the jobs' values grows with every move, so no move is ever
-    undone.
+    The sum of the jobs' values grows with every move, so no move is ever undone.
     """
     surplus = _SurplusJobs(plan)
     receivers = [(-bid / plan.gpus[job], job) for job in range(len(plan.requests)) if (bid := _bid(plan, job)) > 0]
@@ -342,7 +334,6 @@ class _SurplusJobs:
             self.update(job)
 
     def update(self, job: int) -> None:
-        """Take a job's new number of workers into account."""
         plan = self._plan
         if plan.get_surplus(job) <= 0:
             self._prices.pop(job, None)
@@ -380,7 +371,6 @@ class _SurplusJobs:
         return found
 
     def _search_nodes(self, job: int, size: int, bid: float) -> tuple[int, list[int]] | None:
-        """Search the nodes where a job has workers."""
         plan = self._plan
         if self._prices[job] * plan.gpus[job] >= bid:
             return None

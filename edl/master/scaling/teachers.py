@@ -10,9 +10,9 @@ distributed streaming dataflows", OSDI 2018): true rates, measured over busy tim
 search.
 
 Between the loads at which the number moves up or down is a band in which nothing moves, and a move down waits for the
-largest N* of a long window, like the tolerance and the stabilization window of Kubernetes' HorizontalPodAutoscaler. The
-wanted number moves, not the present one: a wanted teacher counts before it exists and while it starts, so no teacher is
-requested twice. A step up is judged once its teachers are ready, and is undone if it gained too little.
+largest N* of a long window, like the tolerance and the stabilization window of Kubernetes' HorizontalPodAutoscaler. A
+wanted teacher counts before it exists, so none is requested twice. A step up is judged once its teachers are ready, and
+undone if it gained too little.
 
 From any state, constant d and mu lead to three moves at most: a step, its reversal, and a step up or down. If students
 wait nearly all the time, d is mostly noise, and the number is at most doubled until they do not.
@@ -28,8 +28,7 @@ from typing import Any
 from edl.errors import SettingsError
 from edl.load_reporting import ServiceLoad
 
-_ROUNDING = 1e-9
-"""Share by which a quotient or a change may exceed a limit through rounding alone."""
+_ROUNDING = 1e-9  # share by which a quotient or a change may exceed a limit through rounding alone
 _RECENT_SHARE = 1 / 3
 """The last part of the time for which demand must be high; the number moves to the largest N* in it. A single reading
 may be low by noise, which would need another step, and the first ones may be high because students prefetch."""
@@ -40,16 +39,11 @@ _NO_TIMES: Mapping[str, Any] = {
     "low_since_s": None,
     "low_most": 0,
 }
-"""Fields of a state in which no timer runs."""
 
 
 @dataclass(frozen=True)
 class TeacherScalingSettings:
-    """Settings of the decision about teachers. Durations in seconds.
-
-    Raises:
-        SettingsError: the bounds are no range.
-    """
+    """Settings of the decision about teachers, with durations in seconds; SettingsError if the bounds are no range."""
 
     utilization: float = 0.8  # u, the share of time that N* teachers spend computing
     up_above: float = 0.9  # scale up if demand is above this share of their capacity
@@ -111,11 +105,9 @@ def observe_teachers(load: ServiceLoad, now_s: float) -> TeacherObservation:
 
 
 def required_teachers(observation: TeacherObservation, settings: TeacherScalingSettings | None = None) -> int | None:
-    """Return N*, the number of teachers that would suffice now, regardless of `least` and `most` of the settings.
+    """Return N*, the number of teachers that would suffice now, regardless of the bounds; None without a known rate.
 
-    Returns:
-        N*, limited to `most_growth` times the ready teachers if students wait nearly all the time; None if there is
-        demand but no teacher's rate is known.
+    It is at most `most_growth` times the ready teachers if students wait nearly all the time.
     """
     settings = settings or TeacherScalingSettings()
     if not observation.demand:
@@ -176,16 +168,7 @@ class TeacherDecision:
 def decide_teachers(
     state: TeacherScalingState, observation: TeacherObservation, settings: TeacherScalingSettings | None = None
 ) -> tuple[TeacherScalingState, TeacherDecision]:
-    """Decide how many teachers a service should have. Call it every few seconds.
-
-    Args:
-        state: As returned by the previous decision; `TeacherScalingState()` at first.
-        observation: The service's present state.
-        settings: Settings of the decision; None for the defaults.
-
-    Returns:
-        The state for the next decision, and this decision.
-    """
+    """Decide how many teachers a service should have. Call it every few seconds, with the state it last returned."""
     decider = _Decider(state, observation, settings or TeacherScalingSettings())
     count, reason = decider.decide()
     return replace(decider.state, wanted=count), TeacherDecision(count, decider.before, reason)
@@ -204,7 +187,6 @@ class _Decider:
         self._rate = observation.rate or 0.0  # without demand the rate does not matter
 
     def decide(self) -> tuple[int, str]:
-        """Return how many teachers are wanted, and why."""
         self._follow_clock()
         required = required_teachers(self._seen, self._settings)
         if required is None:
@@ -279,7 +261,6 @@ class _Decider:
         )
 
     def _watch_band(self, required: int) -> None:
-        """Record since when demand is above or below the band."""
         now_s, demand, settings = self._seen.now_s, self._seen.demand, self._settings
         since_s: float | None = None
         recent: tuple[tuple[float, int], ...] = ()
@@ -333,7 +314,6 @@ class _Decider:
         return count, f"students {asked}; for {self._settings.down_s:,.0f} s no more than {count} would have done"
 
     def _describe_rest(self) -> str:
-        """Return why the number stays."""
         now_s, demand, state, settings = self._seen.now_s, self._seen.demand, self.state, self._settings
         wanted = self.before
         if not demand and not self._rate:

@@ -224,11 +224,10 @@ def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> T
 
 
 def parse_termination_message(text: str) -> TerminationReport:
-    """Parse a termination message.
+    """Parse a termination message, which is `message` of the container's terminated state.
 
-    The text is `message` of the container's terminated state. The user's program may write the same file, and
-    Kubernetes may put the end of the log there (`FallbackToLogsOnError`): any other text is only a message for people.
-    The caller adds the pod's status, whose exit code is more reliable.
+    The user's program, or Kubernetes (`FallbackToLogsOnError`), may write other text there: it is only a message for
+    people. The pod's status has a more reliable exit code.
     """
     try:
         values = json.loads(text)
@@ -251,8 +250,7 @@ def _read_count(values: dict[str, Any], name: str, largest: int) -> int | None:
 
 
 MEMORY_STEP: Final = 1.5
-"""Memory grows by this factor each time. Three steps give 3.4 times the request; a need beyond that is a leak rather
-than a wrong estimate. With 2, the third step would be 8 times, which few nodes have."""
+"""Three steps give 3.4 times the request; a need beyond that is a leak rather than a wrong estimate."""
 _FIRST_DELAY_S: Final = 10.0  # before a second new pod; doubled each time, like the kubelet's CrashLoopBackOff
 _MAX_DELAY_S: Final = 300.0  # also the limit of the kubelet's CrashLoopBackOff
 
@@ -309,10 +307,7 @@ RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
 def decide_relaunch(
     cause: TerminationCause, count: int, table: Mapping[TerminationCause, tuple[RelaunchRule, ...]] = RELAUNCH_TABLE
 ) -> RelaunchDecision:
-    """Decide the action after a worker's end.
-
-    `count` is how many times in a row it ended with this cause without progress, including this time: 1 or more.
-    """
+    """Decide the action after a worker's end, the `count`-th in a row (from 1) with this cause without progress."""
     left = count
     for rule in table[cause]:
         if rule.times is None or left <= rule.times:

@@ -16,10 +16,9 @@ exactly two things. The first is the damping factor of its section 4.2 for the s
 
     REALLOC_FACTOR = (age - moves C) / (age + C)
 
-It assumes that the job keeps moving as often as so far: a job that has moved often does not move again so soon. Here it
-multiplies T(n'). The second is the exploration of section 4.1: an untried size is predicted by the fitted line, or by
-perfect scaling if only one size is known, but only up to twice the largest tried size. So unknown sizes are explored
-one step at a time, and the present size is measured before the next step.
+It assumes that the job keeps moving as often as so far. Here it multiplies T(n'). The second is the exploration of
+section 4.1: an untried size is predicted by the fitted line, or by perfect scaling if only one size is known, but only
+up to twice the largest tried size.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from typing import Any, Final
 _FORGOTTEN: Final = 1e-3
 """A size whose weight fell below this is forgotten: ten half-lives after a single sample. Kept longer, a rate from
 another epoch, data set or machine would still bend the line if only two sizes are known."""
-_WINDOW_S: Final = 600.0
-"""The longest time over which the rate of done work is taken: enough for shards that take minutes."""
+_WINDOW_S: Final = 600.0  # over which the rate of done work is taken: enough for shards that take minutes
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class ThroughputHistory:
     def record_rate(self, workers: int, rate: float, now_s: float) -> ThroughputHistory:
         """Return the history with one more sample: `rate` per second of the whole job, without its pauses.
 
-        Rates that say nothing about T (0 or not finite) are ignored. A time before the last sample's counts as that
-        time.
+        Rates that say nothing about T (0 or not finite) are ignored.
         """
         if workers < 1 or not (0 < rate < math.inf) or not math.isfinite(now_s):
             return self
@@ -142,10 +139,7 @@ class WorkLeft:
         self._looks.clear()
 
     def look(self, datasets: Sequence[Mapping[str, Any]], now_s: float) -> float | None:
-        """Record the progress, and return the seconds until all data sets of a master's report are done.
-
-        None without data sets, or if one grows, is read without end or has no rate yet.
-        """
+        """Record the progress; return the seconds until all data is done; None if a set is endless or has no rate."""
         times = [self._look(dataset, now_s) for dataset in datasets]
         known = [time_s for time_s in times if time_s is not None]
         return max(known) if known and len(known) == len(times) else None
@@ -190,8 +184,7 @@ class WorkerScalingSettings:
 
     min_samples: int = 3  # rates to measure at the present size before the next move
     horizon_s: float = 3600.0
-    """Assumed remaining time of a job that does not report any. No gain is counted further ahead either, since by then
-    the mix of jobs will have changed."""
+    """Assumed if a job reports no remaining time, and most of any: by then the mix of jobs will have changed."""
     min_efficiency: float = 0.35
     """T(n) / (n T(1)) below which a worker is not worth its place: the lower end of the band in which AdaptDL's
     scheduler keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`)."""
@@ -255,10 +248,7 @@ def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettin
 def _grow(
     observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, reach: int
 ) -> WorkerDecision:
-    """Return `reach`, the largest useful number of workers, if moving there is worth the pause.
-
-    T only grows with n, so the largest useful size also saves most.
-    """
+    """Return `reach`, the largest useful size and so the best, if moving there is worth the pause."""
     now, pause_s = observation.workers, observation.pause_s
     if reach <= now:
         limit = f"{now} is the most it takes" if now >= observation.max_workers else "more would help too little"

@@ -1,11 +1,10 @@
 """A candidate for a job's master: leads while it may, and stands by otherwise.
 
-All candidates of a job compete in the Store. The elected one takes over the journal, which fences the previous master,
-replays it, and answers workers until it is stopped, the journal fails, or another candidate leads. Its candidacy may
-expire while the Store is unreachable; it continues, because no other master can journal anything without fencing it.
+The candidate elected in the Store takes over the journal, which fences the previous master, replays it, and answers
+workers until it is stopped, the journal fails, or another candidate leads. Its candidacy may expire while the Store is
+unreachable; it continues, because no other master can journal anything without fencing it.
 
-A leader's report remains in the Store after the leader has ended, so that the next one can check that it has the right
-journal, and can say why it takes over.
+A leader's report remains in the Store, so that the next one can check that it has the right journal.
 """
 
 from __future__ import annotations
@@ -65,16 +64,11 @@ from edl.settings import Credentials, DiscoverySettings
 
 logger = logging.getLogger(__name__)
 
-_START_S: Final = 10.0
-"""Timeout of the start of listening: it takes milliseconds, and seconds on a machine that swaps."""
-_STOP_S: Final = 0.2
-"""How long calls in flight may take to end; clients ask the next master."""
-_LOOK_S: Final = 0.05
-"""How often a candidate checks whether it leads. A check does not ask the Store."""
-_RIVAL_S: Final = 1.0
-"""How often a candidate that does not lead asks the Store who does."""
-_RETRY_S: Final = (0.5, 5.0)
-"""First and longest wait before reloading the journal from an unreachable Store."""
+_START_S: Final = 10.0  # to start listening: it takes milliseconds, and seconds on a machine that swaps
+_STOP_S: Final = 0.2  # for calls in flight; clients ask the next master
+_LOOK_S: Final = 0.05  # how often a candidate checks whether it leads, without asking the Store
+_RIVAL_S: Final = 1.0  # how often a candidate that stands by asks the Store who leads
+_RETRY_S: Final = (0.5, 5.0)  # seconds, first and longest wait before reloading the journal from an unreachable Store
 _FENCED_LEASES: Final = 20
 """A leader that loses its journal takes it back, but only once per this many leases: the master that took it may be
 dead. A live master, in another Store, takes it again within two leases."""
@@ -92,8 +86,7 @@ _AGE_MS: Final = 3_600_000
 """With TLS or tokens, connections of this age are replaced, so that new certificates and tokens take effect."""
 _BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Buckets of commit times in seconds: a disk takes 1 ms, a Store of several hosts up to its deadline of 5 s."""
-_FLUSH_S: Final = 2.0
-"""How long an ending master waits for a report to reach the Store."""
+_FLUSH_S: Final = 2.0  # for a report to reach the Store
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "*", "")
 
 
@@ -327,7 +320,6 @@ class MasterServer(Resource):
             await self._sleep(backoff.next_wait_s())
 
     async def _take_over(self) -> Term:
-        """Load the state."""
         url = f"store:{self.job}" if self._journal_name == _IN_STORE else self.settings.journal
 
         def open_and_load() -> tuple[Journal, int, ShardBook, int, dict[str, Any] | None]:
@@ -410,7 +402,6 @@ class MasterServer(Resource):
             logger.warning("job %r: another master leads, and this one stands by", self.job)
 
     def _show(self, term: Term) -> None:
-        """Update the report."""
         report = self._status(term)
         self.done = _is_done(term)
         if self.done:

@@ -6,11 +6,8 @@ refusal: its reason may be a command that is not in the journal yet.
 
 Clocks are kept here, not in the book, so an expiry becomes a command as well.
 
-`master.proto` is the table of calls: a method whose request is a kind of `Command` is applied to the book of shards,
-`Next` is a stream of such requests, and every other method reads.
-
-Once a second the leading master writes a report to the Store, as JSON, for `edl status`, the dashboard and late
-workers.
+`master.proto` is the table of calls: a method whose request is a kind of `Command` is applied to the book, `Next` is a
+stream of such requests, and every other method reads.
 """
 
 from __future__ import annotations
@@ -36,27 +33,17 @@ from edl.quoting import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-TICK_S: Final = 0.25
-"""How often a leader checks for expiries."""
-PAUSE_S: Final = 1.0
-"""A check this late means that the process was paused and did not read workers' messages, so a pause counts for no more
-than this."""
-_IDLE_S: Final = 3600.0
-"""Longest wait of the committing thread; it is always woken sooner."""
-_GROUP: Final = 512
-"""Most commands per commit: with more, the first of them would wait too long."""
-_SNAPSHOT_NBYTES: Final = 32 << 20
-"""Bytes of commands after which a snapshot replaces them: replaying them takes seconds."""
+TICK_S: Final = 0.25  # how often a leader checks for expiries
+PAUSE_S: Final = 1.0  # most that a late check counts for: the process was paused, and read no messages
+_IDLE_S: Final = 3600.0  # the committing thread is always woken sooner
+_GROUP: Final = 512  # commands per commit: with more, the first of them would wait too long
+_SNAPSHOT_NBYTES: Final = 32 << 20  # of commands until a snapshot replaces them: replaying them takes seconds
 _COMMAND_NBYTES: Final = 320
 """Bytes added for each command: 100,000 small ones take as long to replay as 32 MB of large ones."""
 _EVENTS: Final = 50
-"""Most events shown; older ones are in the log."""
-_WINDOW_S: Final = 15.0
-"""Rates are averages over this time: a shard may take seconds."""
-_NBYTES: Final = 200_000
-"""Largest report: a value in the Store may take 256 KiB."""
-_HOLDERS: Final = 200
-"""Most holders listed per data set, the busiest first."""
+_WINDOW_S: Final = 15.0  # rates are averages over this time: a shard may take seconds
+_NBYTES: Final = 200_000  # largest report: a value in the Store may take 256 KiB
+_HOLDERS: Final = 200  # listed per data set, the busiest first
 
 
 class LeaseClock:
@@ -146,8 +133,7 @@ class Term:
     async def submit(self, command: messages.Command) -> Any:
         """Apply a command; return the book's answer once the journal has the command.
 
-        An EDLError of the book is a refusal, which has changed nothing. After a ClosedError (the journal cannot be
-        written, or this term is closed) the fate of the command is unknown.
+        An EDLError of the book is a refusal, which has changed nothing. After a ClosedError its fate is unknown.
         """
         self._check()
         command.time_ms = round(time.time() * 1000)
@@ -186,10 +172,7 @@ class Term:
         return reply
 
     async def turn(self, turn: messages.Turn) -> messages.NextReply:
-        """Take a session's reports, and give it shards. A turn with the number 0 is only a heartbeat.
-
-        The caller must not change the reply.
-        """
+        """Take a session's reports; return its shards, in a reply not to be changed. Turn 0 is only a heartbeat."""
         self.clock.hear(turn.session)
         if turn.request == 0:
             if turn.session not in self.book.sessions:
@@ -235,7 +218,6 @@ class Term:
         return entry.answered
 
     def _end(self, why: BaseException) -> None:
-        """Answer nothing from now on."""
         self._why_closed = self._why_closed or why
         pending, self._pending = self._pending, deque()
         _refuse(list(pending), why)
@@ -260,7 +242,6 @@ class Term:
     # --- In the committing thread. ---
 
     def _commit(self) -> float | None:
-        """Write pending entries, in order, until none is left."""
         while self._why_closed is None:
             group: list[_Entry] = []
             with contextlib.suppress(IndexError):  # nothing more waits
@@ -304,10 +285,7 @@ _FIELDS: Final[dict[str, str]] = {
 
 
 class MasterServicer:
-    """Answers calls while `term` is set; refuses them with UNAVAILABLE while it is None, because this master stands by.
-
-    `status` returns the reply to `GetStatus`.
-    """
+    """Answers calls while `term` is set. While it is None, this master stands by, and refuses with UNAVAILABLE."""
 
     def __init__(self, job: str, status: Callable[[Term], dict[str, Any]]) -> None:
         self._job = job
@@ -361,7 +339,6 @@ class MasterServicer:
         return reply()
 
     def _read(self, method: str, term: Term, request: Any) -> Any:
-        """Answer a read-only call."""
         if method == "Hello":
             return messages.HelloReply(format=FORMAT, job=self._job, term=term.number)
         if method == "GetStatus":

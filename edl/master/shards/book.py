@@ -1,8 +1,7 @@
 """All data sets of a job and their readers: a state that only commands change.
 
-A command is a message from a worker, or one that the master derives from its clocks. The book has no clock, no
-randomness and no other input, so the same commands give the same book, down to the bytes of its snapshot: a master that
-replays the journal reaches the last one's state.
+A command is a message from a worker, or one that the master derives from its clocks. The book has no other input, so
+the same commands give the same book, down to the bytes of its snapshot.
 
 A new command needs a kind of `Command` in master.proto and a method of `ShardBook` named after the field.
 """
@@ -29,15 +28,12 @@ from edl.quoting import shown
 _SNAPSHOT: Final = b"EDL book\0"
 _MOST_WANTED: Final = 10_000
 """Most shards requested or reported per turn: a reply of about 300 KB, and 20 ms during which all other turns wait."""
-_MOST_EVENTS: Final = 1000
-"""Most events kept: a replay of commands, which removes none, must not accumulate them."""
-_MOST_ENDED: Final = 1024
-"""Ended sessions, and leases, to remember: late reports arrive within minutes. All are in a snapshot, 100 KB."""
+_MOST_EVENTS: Final = 1000  # a replay of commands, which removes none, must not accumulate them
+_MOST_ENDED: Final = 1024  # ended sessions and leases remembered: late reports arrive within minutes
 _MOST_EXPLAINED: Final = 20
 """Refused reports per turn that name the shard's current holder: with ten thousand leases, a search takes 1 ms."""
 _WAIT_S: Final = 0.5
-"""Interval at which a reader that got nothing asks again. It adds up to this much to the wait for another reader's last
-shard, and a thousand waiting readers cost 2,000 turns a second."""
+"""Interval at which a reader that got nothing asks again: a thousand waiting readers cost 2,000 turns a second."""
 
 
 class ShardBook:
@@ -116,10 +112,7 @@ class ShardBook:
         return applier(getattr(command, kind))
 
     def turn(self, turn: master.Turn) -> master.NextReply:
-        """Apply a reader's reports, and lease it shards. The cost does not depend on the data set's size.
-
-        The reply is kept and returned again if the turn is repeated.
-        """
+        """Apply a reader's reports, and lease it shards. A repeated turn gets the same reply."""
         session = self._session(turn.session)
         if session.reply is not None and turn.request == session.last_request:
             return session.reply
@@ -383,7 +376,6 @@ class ShardBook:
             self._add_event("poisoned", dataset, text, f"the last one at {last.holder}: {last.reason}")
 
     def _end_lease(self, lease: ShardLease, reason: str, *, expired: bool) -> None:
-        """End a lease without a report."""
         self._drop(lease)
         dataset = lease.session.dataset
         ended = master.EndedLease(
@@ -413,7 +405,6 @@ class ShardBook:
 
 
 def _check_turn(turn: master.Turn, session: ReaderSession) -> None:
-    """Raise SettingsError for a malformed turn."""
     reports = len(turn.done) + len(turn.failed) + len(turn.returned)
     if not 0 <= turn.want <= _MOST_WANTED or reports > _MOST_WANTED:
         raise SettingsError(f"a turn requests {turn.want} shards and reports {reports}: must be 0 to {_MOST_WANTED:,}")

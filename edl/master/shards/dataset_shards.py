@@ -1,13 +1,13 @@
 """A data set's state: units not handed out, returned and given up, its readers, and all of this as messages.
 
-A shard that was not handed out yet, or is done, has no record of its own: only the cursor's position tells which. So a
-million shards cost as much as a thousand.
+A shard that was not handed out yet, or is done, has no record: only the cursor's position tells which. So a million
+shards cost as much as a thousand.
 
 Readers of a data set with commit="checkpoint" make marks, and units covered by a mark are done. A reader's history
 contains its last marks and the units consumed between them, so a new session can go back to one.
 
-Snapshots of the book, and a data set's progress, which users keep with a checkpoint, may be read by a different version
-of EDL. So they start with their type and format, and end with a checksum.
+Snapshots and progress may be read by a different version of EDL, so they start with their type and format, and end with
+a checksum.
 """
 
 from __future__ import annotations
@@ -36,20 +36,15 @@ from edl.quoting import shown
 
 M = TypeVar("M", bound=Message)
 
-_FORMAT: Final = 1
-"""Format of an envelope's contents. A different version of EDL may refuse it, but never misreads it."""
+_FORMAT: Final = 1  # of an envelope's contents: another version of EDL may refuse it, but never misreads it
 _CHECKSUM_NBYTES: Final = 4  # a CRC-32
 _PROGRESS: Final = b"EDL progress\0"
 _MARKS_KEPT: Final = 16
 """Most marks of a reader. A job keeps a few checkpoints; each mark lists the units consumed since the last."""
-_MOST_REASON: Final = 300
-"""Most characters of a failure's reason: a million poisoned shards must fit into memory."""
-_MOST_HISTORIES: Final = 1000
-"""Most histories of ended readers: more than a job has. A forgotten reader cannot be resumed."""
-_MOST_POISONED: Final = 50
-"""Most poisoned shards shown with their reasons; all are counted. A report must stay below 200 KB."""
-_MOST_HOLDERS: Final = 500
-"""Most sessions shown; about 100 bytes of JSON each."""
+_MOST_REASON: Final = 300  # characters: a million poisoned shards must fit into memory
+_MOST_HISTORIES: Final = 1000  # more than a job has; a forgotten reader cannot be resumed
+_MOST_POISONED: Final = 50  # shown with their reasons: a report must stay below 200 KB
+_MOST_HOLDERS: Final = 500  # shown; about 100 bytes of JSON each
 
 
 def seal(magic: bytes, message: Message) -> bytes:
@@ -182,10 +177,9 @@ class DatasetShards:
         return reply
 
     def status(self) -> dict[str, Any]:
-        """Return the status for people, as plain values: counts, the poisoned shards with reasons, and the readers.
+        """Return the status for people: counts, the poisoned shards with reasons, and the readers.
 
-        A shard with parts in several states counts as poisoned, else doing, else todo. Takes a few milliseconds with
-        ten thousand leases.
+        A shard with parts in several states counts as poisoned, else doing, else todo.
         """
         spec, cursor = self.spec, self.cursor
         poisoned = set(self.poisoned)
@@ -298,10 +292,7 @@ class DatasetShards:
             self.returned.add((lease.epoch, lease.shard), lease.marked, lease.stop)
 
     def fail(self, lease: ShardLease, reason: str, time_ms: int, *, late: bool) -> bool:
-        """Count a failure of the rest of a lease, which is requeued (a `late` one after all others) or given up.
-
-        Return whether it was given up.
-        """
+        """Count a failure of a lease; requeue its rest (`late`: last) or give it up; return whether it was given up."""
         if lease.marked >= lease.stop:
             return False
         key = (lease.epoch, lease.shard)
@@ -316,16 +307,12 @@ class DatasetShards:
         return True
 
     def _undo(self, parts: Iterable[master.ShardRange]) -> None:
-        """Requeue ranges that were done."""
         for part in parts:
             self.returned.add((part.epoch, part.shard), part.start, part.stop)
             self.units_done -= part.stop - part.start
 
     def retry(self, shards: frozenset[int]) -> int:
-        """Requeue given-up `shards` of every epoch, or all if `shards` is empty; return their number.
-
-        ConflictError if one of them was not given up.
-        """
+        """Requeue given-up `shards` of all epochs, or all if empty; return how many. ConflictError for other shards."""
         keys = [key for key in sorted(self.poisoned) if not shards or key[1] in shards]
         if missing := sorted(shards - {shard for _, shard in keys}):
             raise ConflictError(f"data set {self.name}: shard {missing[0]} is not poisoned")
@@ -361,10 +348,7 @@ class DatasetShards:
         return True
 
     def find_mark(self, session: ReaderSession, command: master.Resume) -> tuple[ReaderHistory, int] | None:
-        """Return the history that a new session resumes, and the index of its mark. Changes nothing.
-
-        Return None for the beginning of a holder that has never read.
-        """
+        """Return the history and the index of the mark that a session resumes; None for a new holder's beginning."""
         if session.dataset is not self or not self.by_checkpoint:
             raise SettingsError(
                 f"data set {self.name}: session {session.id} reads a different one, or it has commit='report'"
@@ -398,10 +382,9 @@ class DatasetShards:
         return history, index
 
     def _find_history(self, session: str, holder: str, asking: str) -> ReaderHistory | None:
-        """Return the history of `session`, or if it is empty the newest one of `holder`; None if none is kept.
+        """Return the newest history of `session` or, if that is empty, of `holder`, except that of `asking`.
 
-        The history of the session that is `asking` does not count. A holder's session that ended before its first mark
-        does not hide earlier ones.
+        A session that ended before its first mark does not hide earlier ones.
         """
         for history in reversed(self.histories.values()):
             if history.session == asking:
@@ -531,9 +514,7 @@ class DatasetShards:
         return seal(_PROGRESS, state)
 
     def at_progress(self, data: bytes | None) -> DatasetShards:
-        """Return the data set as of the call of `progress`, without readers; a growing source keeps its present size.
-
-        None stands for the beginning.
+        """Return the data set as of a call of `progress` (None: the beginning), without readers, with its present size.
 
         ProtocolError if the bytes are not progress, damaged, or impossible for this data set; ConflictError if they are
         for a different specification, or for a source that has not grown that far here.

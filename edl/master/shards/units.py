@@ -18,21 +18,16 @@ ShardKey: TypeAlias = tuple[int, int]
 Bounds: TypeAlias = tuple[int, int]
 """The first unit, and the unit after the last."""
 
-_MOST_NAME: Final = 200
-"""Most characters of a name: names become part of a store's keys, which have at most 512 in total."""
-MOST_UNITS: Final = 2**62
-"""Most units of a data set: the sum of two such numbers still fits into 64 bits."""
-_MOST_SHARDS: Final = 2**40
-"""Most shards of an epoch: permutations of this size are tested."""
-_MOST_SECONDS: Final = 30 * 86_400.0
-"""Longest lease: a month without a heartbeat is forever."""
+_MOST_NAME: Final = 200  # names become part of a store's keys, which have at most 512 characters
+MOST_UNITS: Final = 2**62  # the sum of two such numbers still fits into 64 bits
+_MOST_SHARDS: Final = 2**40  # per epoch: permutations of this size are tested
+_MOST_SECONDS: Final = 30 * 86_400.0  # a month without a heartbeat is forever
 _MOST_PASSES: Final = 20
 """How often a failed shard is withheld from the holder that failed it while there are other holders: about ten seconds
 of turns if it finds nothing else. Without a limit, a live holder that requests nothing would stop everything."""
 _MOST_LOOKS: Final = 64
 """Failed shards searched for one that this holder may have; without a limit, a turn's cost would grow with them."""
-_CHUNK: Final = 1024
-"""Positions computed together, to spread numpy's cost per call; the first one waits 0.2 ms."""
+_CHUNK: Final = 1024  # positions computed together, to spread numpy's cost per call; the first waits 0.2 ms
 
 
 # --- Specifications. ---

@@ -111,8 +111,7 @@ def _get_scheduler_name(job: ElasticJob) -> str:
 
 WORKER: Final = "worker"
 MASTER: Final = "master"
-_SAVING_SHARE: Final = 0.8
-"""Share of a pod's grace period that workers have to end; the agent needs the rest to report why it ended."""
+_SAVING_SHARE: Final = 0.8  # of a pod's grace period, for workers to end; the agent needs the rest to report why
 _MOST_NODES: Final = 10_000
 """More than any job has. With `maxReplicas` here, running workers would refuse new ones after it was raised."""
 _TAKEOVER_S: Final = 45

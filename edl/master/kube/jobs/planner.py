@@ -58,11 +58,9 @@ PROBE_S: Final = 20.0
 """A worker above the minimum that no node takes within this time is removed: others may wait for the same room."""
 _GIVING_S: Final = 60.0
 """Extra time if the arbiter has assigned it room: the present holder has a grace period to leave it."""
-_MOST_CREATED: Final = 100
-"""Most pods created per reconciliation, so that other resources and the API server get their turn."""
+_MOST_CREATED: Final = 100  # per reconciliation, so that other resources and the API server get their turn
 _NEXT_CREATED_S: Final = 0.5
-_MOST_BACKOFF_S: Final = 300.0
-"""As in the relaunch table: people forget whatever waits longer."""
+_MOST_BACKOFF_S: Final = 300.0  # as in the relaunch table: people forget whatever waits longer
 
 
 def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
@@ -129,7 +127,6 @@ def _rank(pod: MemberPod, gang: bool) -> tuple[float, ...]:
 
 
 def _find_indices(draft: JobDraft) -> None:
-    """Find the indices whose pods are to be created now, and the members that must wait."""
     job, observation, records = draft.job, draft.observation, draft.records
     growth: list[int] = []
     kept = {pod.key for pod in draft.workers}
@@ -192,10 +189,8 @@ def _back_off(record: MemberRecord, now_s: float) -> MemberRecord:
 _ENDING_S: Final = 60.0
 """How long the other workers may take to end, storing their last states, or their grace period if that is longer."""
 _MOST_NOTES: Final = 5
-_MOST_EVENT_CHARS: Final = 900
-"""The API takes 1,024 bytes, and its recorder cuts off a traceback's end."""
-_START_LOOK_S: Final = 30.0
-"""Interval for rechecking workers that do not start: a missing volume or secret changes no pod."""
+_MOST_EVENT_CHARS: Final = 900  # the API takes 1,024 bytes, and its recorder cuts off a traceback's end
+_START_LOOK_S: Final = 30.0  # to recheck workers that do not start: a missing volume or secret changes no pod
 
 
 def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
@@ -298,7 +293,6 @@ def _plan_failed(draft: JobDraft, failure: JobFailure) -> Plan:
 
 
 def _cut_middle(text: str) -> str:
-    """Shorten a text to fit into an event: its first line, and the end of a traceback."""
     if len(text) <= _MOST_EVENT_CHARS:
         return text
     head = text.partition("\n")[0][: _MOST_EVENT_CHARS // 3]

@@ -1,7 +1,4 @@
-"""Whether a job has ended, and its status: counts, phase, conditions and progress.
-
-Nothing in the status changes with time alone.
-"""
+"""Whether a job has ended, and its status, in which nothing changes with time alone."""
 
 from __future__ import annotations
 
@@ -64,12 +61,10 @@ FAILURE_ADVICE: Final[Mapping[str, str]] = {
     "UnknownEnd": "check the node's kubelet: there is no information about why the pod ended",
     "DeadlineExceeded": "raise spec.activeDeadlineSeconds, or give it more workers",
 }
-_EXIT_POISONED: Final = 3
-"""Exit code of `edl master` if shards were given up: the job has its result, without these."""
+_EXIT_POISONED: Final = 3  # of `edl master` if shards were given up: the job has its result, without these
 _SUCCEEDED: Final = TerminationCause.SUCCEEDED.value
 _NOT_STORED: Final = TerminationCause.NOT_STORED.value
-_LAST_STEPS: Final = (_SUCCEEDED, _NOT_STORED)
-"""Causes that mean that the script has ended, and the job with it."""
+_LAST_STEPS: Final = (_SUCCEEDED, _NOT_STORED)  # the script has ended, and the job with it
 _DEADLINE: Final = "DeadlineExceeded"
 
 
@@ -215,8 +210,7 @@ _ESTIMATE_STEP: Final = 0.1
 """Share by which an estimate must change to be rewritten: each write notifies everyone who watches the job."""
 
 
-SOON_S: Final = 0.5
-"""The shortest time after which a plan requests a requeue: times in statuses have whole seconds."""
+SOON_S: Final = 0.5  # least time until a requeue: times in statuses have whole seconds
 
 
 @dataclass
@@ -224,13 +218,11 @@ class JobDraft:
     """A job's plan being built: the planner fills it, and its status is written from it.
 
     Attributes:
-        target: workers that are wanted.
         workers: live pods of the newest attempts that stay.
         create: indices of workers whose pods are created now.
         waiting: keys of workers to create later -> when, Unix time.
         shrunk: keys of workers to remove because fewer are wanted.
         homeless: keys of workers above the minimum to remove because no node takes them.
-        ending: how the job is ending; empty if it is not.
         succeeded: the worker that ended the job, once all others have ended.
         times: when the decision changes with time alone, Unix time.
         reasons: name of a pod -> why it is removed.

@@ -1,7 +1,4 @@
-"""Names and labels of member pods, for workers, teachers and masters alike.
-
-A pod's name includes its attempt, so a pod that hangs on a dead node does not block its successor.
-"""
+"""Names and labels of member pods. A name has the attempt, so a pod on a dead node does not block its successor."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ PREVIOUS_SPEC_APPLIES: Final = "until you correct this, the previous spec applie
 
 MAX_LABEL_CHARS: Final = 63
 """The limit of a DNS-1123 label and of a label's value; the host name of a longer pod name is cut."""
-_HASH_CHARS: Final = 8
-"""32 bits: with a thousand cut names in a namespace, two of them collide in 1 of 8,000 clusters."""
+_HASH_CHARS: Final = 8  # 32 bits: with a thousand cut names in a namespace, two collide in 1 of 8,000 clusters
 _NOT_IN_A_LABEL: Final = re.compile(r"[^a-z0-9-]")
 
 

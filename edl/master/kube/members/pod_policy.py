@@ -40,11 +40,7 @@ _APPARMOR: Final = "container.apparmor.security.beta.kubernetes.io/"
 
 @dataclass(frozen=True)
 class PodPolicy:
-    """Limits on pod templates: a level of Pod Security, and allowed service accounts, `NAME` or `NAMESPACE/NAME`.
-
-    Raises:
-        SettingsError: the level is unknown, or an account is one of EDL's own.
-    """
+    """A level of Pod Security, and allowed service accounts, `NAME` or `NAMESPACE/NAME`; SettingsError if invalid."""
 
     level: PodSecurity = "baseline"
     service_accounts: tuple[str, ...] = ()

@@ -31,8 +31,6 @@ class MemberLaunch:
     Attributes:
         args: arguments of `edl`, from the subcommand on.
         labels: labels in addition to the template's and the members' own.
-        memory_factor: factor for the template's memory.
-        excluded_nodes: names of nodes that it must avoid.
         resources: resources of the main container, instead of the template's and without its sidecars.
     """
 

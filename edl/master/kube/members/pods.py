@@ -16,13 +16,10 @@ from edl.master.scaling.terminations import (
     parse_termination_message,
 )
 
-MAIN_CONTAINER: Final = "edl"
-"""A container of this name is the member's, at any position; without it, the first is."""
+MAIN_CONTAINER: Final = "edl"  # the member's container, at any position; without it, the first is
 _MAX_MESSAGE_CHARS: Final = 4096  # the kubelet's limit of /dev/termination-log
-_MAX_LINE_CHARS: Final = 400
-"""Most characters of a container's last line in a status, which many conditions and events repeat."""
-STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
-"""Reasons for which containers wait during a normal start."""
+_MAX_LINE_CHARS: Final = 400  # of a container's last line in a status, which conditions and events repeat
+STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})  # reasons to wait in a normal start
 
 
 def get_mapping(parent: object, key: str) -> Mapping[str, Any]:
@@ -66,10 +63,7 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
 
 
 def _find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str]) -> tuple[str, str]:
-    """Return why a pod cannot start its main container, as reason and message; empty if it can.
-
-    A pod that was asked to end has no reason: ending also stops init containers.
-    """
+    """Return why a pod cannot start its main container (reason, message); empty if it can or was asked to end."""
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
         return "", ""
     status = get_mapping(pod, "status")
@@ -109,9 +103,7 @@ class MemberPod:
         container: name of its main container.
         phase: `status.phase`; `Pending` before one is written.
         ready_s: since when it is ready.
-        restarts: how often its main container was restarted.
         unschedulable: the scheduler's message about why the pod has no node.
-        node_silent: its node no longer answers.
         delete_by_s: when its grace period is over.
         started_s: when its main container started.
         finished: its main container has ended, or the pod was given up before it started.

@@ -32,12 +32,10 @@ from edl.master.scaling.terminations import (
 
 MAX_MESSAGE_CHARS: Final = 400
 """Most characters of a last end's message: a thousand members then take 0.4 MB of etcd's 1.5 MB per object."""
-MAX_MEMORY_FACTOR: Final = MEMORY_STEP**3
-"""The product of the relaunch table's three steps: a status with more was written by hand."""
+MAX_MEMORY_FACTOR: Final = MEMORY_STEP**3  # the relaunch table's three steps: a status with more was written by hand
 _PACE_S: Final = 10.0
 _BURST_S: Final = 40.0
-"""A member gets a pod every `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once, however its pods end. A
-flood of pods burdens the API server, the scheduler and all nodes."""
+"""A member gets a pod every `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: a flood burdens all."""
 _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
 """A member's role and index; other keys, written by hand, are ignored."""
 
@@ -257,14 +255,12 @@ def _read_count(value: object) -> int | None:
 
 
 LAUNCH_PATIENCE_S: Final = 120.0
-"""A container that cannot start counts as ended after this time: the kubelet has tried four times, and a late registry
-or secret has appeared."""
+"""A container that cannot start counts as ended after this time, in which the kubelet tries four times."""
 STEADY_S: Final = 600.0
 """After a run of this length a member's failures are counted from zero: twice the longest delay between attempts."""
 EXCLUSION_S: Final = 900.0
 """How long a member avoids a node where it failed: pressure on its memory or disk has passed by then."""
-FAULTY_EXCLUSION_S: Final = 86_400.0
-"""For a node with a broken GPU, a day: people have to repair it."""
+FAULTY_EXCLUSION_S: Final = 86_400.0  # for a node with a broken GPU, a day: people have to repair it
 _MOST_EXCLUDED: Final = 8
 """Most nodes that a member avoids, the last ones; with more, a small cluster has no node left."""
 _TAKEN: Final = frozenset({"PreemptionByScheduler", "Preempted", "Preempting"})

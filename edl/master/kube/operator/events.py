@@ -30,12 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 _COMPONENT: Final = "edl-operator"
-_MOST_WAITING: Final = 2000
-"""Most events queued while the API server is unreachable; older ones are dropped: conditions tell the state."""
-_MOST_MESSAGE: Final = 1000
-"""Most characters of a message: events.k8s.io limits a note to 1,024 bytes, and kubectl shows it in one line."""
-_CLOSE_S: Final = 2.0
-"""How long `close` keeps writing: a few dozen events, and a fraction of a pod's grace period."""
+_MOST_WAITING: Final = 2000  # events while the API server is unreachable; conditions tell the state anyway
+_MOST_MESSAGE: Final = 1000  # characters: events.k8s.io limits a note to 1,024 bytes, and kubectl shows it in one line
+_CLOSE_S: Final = 2.0  # for `close` to write a few dozen events, a fraction of a pod's grace period
 
 
 class EventRecorder:
@@ -136,14 +133,11 @@ class EventRecorder:
             self._api.patch(EVENTS, name, patch, namespace)
 
 
-_KEPT_S: Final = 5.0
-"""How long a pod's events are cached, because two reconciliations may follow each other closely."""
+_KEPT_S: Final = 5.0  # for a pod's events: two reconciliations may follow each other closely
 _STARTING_S: Final = 30.0
 """How long a pod may take to start on its node before its events are read, and the interval of reads."""
-_MOST_STARTING: Final = 5
-"""Most pods whose start is examined, the oldest first: a thousand pods may lack the same image or secret."""
-_MOST_PODS: Final = 2000
-"""Most pods whose events are cached, a few hundred bytes each."""
+_MOST_STARTING: Final = 5  # pods examined, the oldest first: a thousand may lack the same image or secret
+_MOST_PODS: Final = 2000  # whose events are cached, a few hundred bytes each
 
 
 class PodEvidence:

@@ -35,14 +35,11 @@ from edl.master.kube.operator.settings import ALL_NAMESPACES
 logger = logging.getLogger(__name__)
 
 
-_JITTER: Final = 0.2
-"""Random share of a wait after a failure, so that keys that failed together are not retried together."""
+_JITTER: Final = 0.2  # so that keys that failed together are not retried together
 
 
-_LOOK_S: Final = 1.0
-"""Longest single wait of a worker, so that it soon notices that the queue is closed."""
-_CLOSE_S: Final = 10.0
-"""How long `close` waits for work in progress, a few requests. The next operator finishes the rest."""
+_LOOK_S: Final = 1.0  # longest single wait of a worker, which then checks whether the queue is closed
+_CLOSE_S: Final = 10.0  # for work in progress, a few requests; the next operator finishes the rest
 
 
 class WorkQueue:
@@ -82,7 +79,6 @@ class WorkQueue:
             self._changed.notify()
 
     def __len__(self) -> int:
-        """Return the number of keys that are queued or in progress."""
         with self._changed:
             return len(self._due.keys() | self._active.keys())
 
@@ -171,7 +167,6 @@ class WorkQueue:
             heapq.heappush(self._heap, (due_s, self._number, key))
 
     def _get_next_due_s(self) -> float:
-        """Return when the next key is due; infinite if none is."""
         while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
@@ -180,8 +175,7 @@ class WorkQueue:
 _BEAT_S: Final = 1.0
 _GROUP_DELAY_S: Final = 0.05
 """Pod events of a resource within this time need a single reconciliation: thirty workers may end at the same moment."""
-_RELIST_RATE: Final = 20.0
-"""Reconciliations per second after a new list."""
+_RELIST_RATE: Final = 20.0  # reconciliations per second after a new list
 _RELIST_MOST_S: Final = 60.0
 _OWNERS: Final = {JOB_LABEL: ELASTIC_JOBS.plural, POOL_LABEL: TEACHER_POOLS.plural}
 

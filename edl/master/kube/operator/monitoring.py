@@ -13,12 +13,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from edl.kube.objects import Object
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL
 
-_BEAT_LIMIT_S: Final = 60.0
-"""The watches' loop sends a heartbeat each second; a machine that swaps is late by seconds, not by a minute."""
-_WORK_LIMIT_S: Final = 300.0
-"""A reconciliation makes about ten requests, each with a deadline of 30 s: one that takes longer hangs."""
-_AWAY_LIMIT_S: Final = 60.0
-"""An API server that is being replaced is unreachable for seconds; an operator without it for longer is not ready."""
+_BEAT_LIMIT_S: Final = 60.0  # a heartbeat is due each second; a machine that swaps is late by seconds, not by a minute
+_WORK_LIMIT_S: Final = (
+    300.0  # a reconciliation makes about ten requests, each with a deadline of 30 s; a longer one hangs
+)
+_AWAY_LIMIT_S: Final = 60.0  # then not ready: an API server that is being replaced is unreachable for seconds
 
 
 class OperatorHealth:
@@ -111,8 +110,7 @@ class OperatorMetrics:
 
 _GIVE_BACK_S: Final = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0)
 """The target is a median of 2 s, and a teacher's grace period (10 s by default) at most."""
-_MOST_PODS: Final = 10_000
-"""Most waiting pods remembered, about a megabyte. The oldest are forgotten first."""
+_MOST_PODS: Final = 10_000  # waiting pods remembered, about a megabyte; the oldest are forgotten first
 
 
 class GiveBackMeter:

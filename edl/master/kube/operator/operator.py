@@ -26,8 +26,7 @@ from edl.master.kube.resources import TeacherPool, parse_teacher_pool
 
 logger = logging.getLogger(__name__)
 
-_JITTER: Final = 0.5
-"""Random share of the resync interval, which spreads reconciliations of resources that were created together."""
+_JITTER: Final = 0.5  # of the resync interval: spreads resources that were created together
 
 
 class Operator:
@@ -90,7 +89,6 @@ class Operator:
         self.close()
 
     def _serve(self, stack: ExitStack) -> int | None:
-        """Serve health and metrics; return the port."""
         if self._settings.host is None:
             return None
         checks = HealthChecks()

@@ -18,18 +18,12 @@ from edl.master.naming import election_key, report_key
 
 logger = logging.getLogger(__name__)
 
-_FIRST_S: Final = 60.0
-"""Delay after the deletion: the pods of most jobs have ended by then."""
-_RETRY_S: Final = 60.0
-"""Retry interval for a resource whose pods still exist, or whose store does not answer."""
-_DENIED_RETRY_S: Final = 300.0
-"""Retry interval if access is denied: a Role that is being replaced is missing for a moment."""
-_PATIENCE_S: Final = 3600.0
-"""After this time the keys stay: pods that outlive their owner for so long were kept on purpose."""
-_PACE_S: Final = 1.0
-"""Pause between two jobs: hundreds may be deleted at once, and each has a few dozen keys."""
-_MOST_TRACES: Final = 10
-"""Most stores and services remembered per resource, in case its author keeps editing them."""
+_FIRST_S: Final = 60.0  # after the deletion: the pods of most jobs have ended by then
+_RETRY_S: Final = 60.0  # if pods still exist, or the store does not answer
+_DENIED_RETRY_S: Final = 300.0  # if access is denied: a Role that is being replaced is missing for a moment
+_PATIENCE_S: Final = 3600.0  # pods that outlive their owner for longer were kept on purpose, and so are the keys
+_PACE_S: Final = 1.0  # between two jobs: hundreds may be deleted at once, and each has a few dozen keys
+_MOST_TRACES: Final = 10  # stores and services per resource, in case its author keeps editing them
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,8 @@ def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
-_KEPT_S: Final = 900.0
-"""After this time an object is rewritten, so that a disruption budget that was removed by hand is restored."""
-_MOST_DONE: Final = 10_000
-"""Most objects remembered, a few per resource."""
+_KEPT_S: Final = 900.0  # then an object is rewritten, which restores a disruption budget that was removed by hand
+_MOST_DONE: Final = 10_000  # objects remembered as written, a few per resource
 
 
 SCALED_BY: Final = "edl.io/scaled-by"
@@ -114,12 +112,7 @@ _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "
 
 
 def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
-    """Read the object that a pool scales; None if it does not exist.
-
-    Raises:
-        InvalidObjectError: its kind cannot be scaled, or this pool may not scale it.
-        KubernetesError: the API server does not answer.
-    """
+    """Read the object that a pool scales; None if it is missing; InvalidObjectError if the pool may not scale it."""
     target, namespace = pool.scale_target_ref, pool.namespace
     assert target is not None
     group, _, version = target.api_version.rpartition("/")
@@ -147,8 +140,7 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
     return ScaleTarget(kind, target.name, replicas, there)
 
 
-_CONFLICT_RETRY_S: Final = 0.2
-"""Delay before rereading a resource that changed since it was read."""
+_CONFLICT_RETRY_S: Final = 0.2  # before rereading a resource that changed since it was read
 _MOST_WARNED: Final = 1000
 """Most warnings remembered, so that they are logged once: pods with a resource's label that are not members."""
 _REFUSALS: Final[Mapping[type[Exception], str]] = {
@@ -254,10 +246,7 @@ class Reconciler:
         self._surroundings.note_gone(key)
 
     def _parse_former(self, kind: ResourceHandling, key: str, resource: Object) -> MemberOwner | None:
-        """Return a resource with its last valid spec; None if this operator has not seen one.
-
-        Otherwise an invalid edit would freeze the status and disable `suspend`.
-        """
+        """Return a resource with its last valid spec, so that its status and `suspend` still work; None if unknown."""
         former, now = self._accepted.get(key), resource.get("spec")
         if former is None or former["metadata"].get("uid") != resource["metadata"].get("uid"):
             return None

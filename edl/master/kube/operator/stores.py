@@ -1,7 +1,4 @@
-"""What stores say about jobs and pools: how many members are wanted, and the work's progress.
-
-Each store is opened and watched once, and closed when no resource names it.
-"""
+"""What stores say about jobs and pools: how many members are wanted, and the work's progress."""
 
 from __future__ import annotations
 
@@ -69,12 +66,9 @@ def find_percentage(datasets: Sequence[Mapping[str, Any]]) -> int | None:
     return min(100, int(100 * done / whole)) if whole > 0 else 100
 
 
-_WATCH_S: Final = 1.0
-"""Longest wait for a snapshot, so that `close` does not wait for longer."""
-_PROGRESS_S: Final = 10.0
-"""A master reports each second; the resource's status follows at most this often, as each change is a write."""
-_AWAY_S: Final = 30.0
-"""Time without an answer after which resources say so: a store that is being replaced is unreachable for seconds."""
+_WATCH_S: Final = 1.0  # longest wait for a snapshot, and so of `close`
+_PROGRESS_S: Final = 10.0  # at most this often, as each change of a status is a write; a master reports each second
+_AWAY_S: Final = 30.0  # until resources say so: a store that is being replaced is unreachable for seconds
 _SILENT_S: Final = 600.0
 """After this time without a write, the number of wanted workers is outdated: an advisor writes every ten seconds, and a
 master that lost its node is back within two minutes."""
@@ -244,10 +238,10 @@ def _is_done(progress: WorkProgress | None) -> bool:
 
 
 _RETRY_S: Final = 30.0
-_MOST_STORES: Final = 100
-"""Most stores open besides the operator's own: each has connections and threads, and resources choose their number."""
-_MOST_OF_NAMESPACE: Final = 10
-"""Most of these that one namespace's resources may hold open, so that its authors cannot use up all."""
+_MOST_STORES: Final = (
+    100  # besides the operator's own: each has connections and threads, and resources choose their number
+)
+_MOST_OF_NAMESPACE: Final = 10  # so that the authors of one namespace cannot use up all
 
 
 @dataclass(frozen=True)
@@ -337,7 +331,6 @@ class StoreDirectory:
         return follower
 
     def _find_limit(self, subject: _Subject) -> str:
-        """Return why another store is not opened, if too many are open; empty if it may be."""
         if subject.store == self._own:
             return ""
         others = self._followers.keys() - {self._own}

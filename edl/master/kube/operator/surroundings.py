@@ -36,8 +36,7 @@ from edl.master.scaling.arbitration import arbitrate
 logger = logging.getLogger(__name__)
 
 
-_RETRY_S: Final = 60.0
-"""Retry interval for listing a forbidden namespace: as often as its watch is retried."""
+_RETRY_S: Final = 60.0  # for a forbidden namespace: as often as its watch is retried
 
 
 class ServiceHolders:
@@ -118,8 +117,7 @@ class ServiceHolders:
 
 
 _PATIENCE_S: Final = ArbitrationSettings().patience_s or math.inf
-_MOST_ROUNDS: Final = 8
-"""Most successive arbitrations, each continuing where the previous one ran out of steps."""
+_MOST_ROUNDS: Final = 8  # successive arbitrations, each continuing where the previous one ran out of steps
 
 
 @dataclass(frozen=True)
@@ -337,10 +335,7 @@ _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
 class LiveSurroundings:
-    """Knows everything outside resources and their pods. Thread-safe.
-
-    `on_key` is called with the key of a resource to reconcile; `clock` is the API server's.
-    """
+    """Knows everything outside resources and their pods, and requests reconciliations by `on_key`. Thread-safe."""
 
     def __init__(
         self,
@@ -484,7 +479,6 @@ class LiveSurroundings:
         return any(self._computed_s < since_s + _PATIENCE_S <= self._clock() for since_s in since)
 
     def _recompute(self, but: str = "") -> Mapping[str, JobShare]:
-        """Compute and return the shares, and reconcile all other jobs whose share has changed."""
         with self._computing:  # else a thread that started earlier would overwrite newer shares
             capacity = self._get_capacity()
             found = [pool for pool in self._services.get_pools() if pool.scale_target_ref is None]

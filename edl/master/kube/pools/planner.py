@@ -54,12 +54,10 @@ exiting. With less, a teacher that drains until its deadline is killed before it
 _LINGER: Final = "100ms"
 """How long a leaving teacher still takes requests after discovery shows it as draining, which its students' watches
 learn within about 10 ms. The pod that takes its GPU waits for this too."""
-_LOADING_S: Final = 1800
-"""How long a model may load and warm up before the kubelet restarts its container."""
+_LOADING_S: Final = 1800  # to load and warm up a model before the kubelet restarts its container
 _QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 """https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/"""
-_PROBE_S: Final = 5
-"""Interval and timeout of probes: a teacher's own check waits for 4 s."""
+_PROBE_S: Final = 5  # seconds, interval and timeout: a teacher's own check waits for 4 s
 
 
 def build_teacher_args(pool: TeacherPool) -> list[str]:
@@ -138,10 +136,10 @@ def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) 
     return max(pool.min_replicas, min(count, pool.max_replicas))
 
 
-_CAPACITY_LAG_S: Final = 1.0
-"""Time for a watch to show a pod that a list already shows: milliseconds, or a second with a busy API server."""
-_CAPACITY_LOOK_S: Final = 30.0
-"""Interval for rechecking whether there is room, if no event reports it."""
+_CAPACITY_LAG_S: Final = (
+    1.0  # for a watch to show what a list shows: milliseconds, or a second if the API server is busy
+)
+_CAPACITY_LOOK_S: Final = 30.0  # to recheck whether there is room, if no event reports it
 
 
 def decide_growth(draft: PoolDraft, target: int, not_before_s: float | None, pod: Mapping[str, Any]) -> Growth:
@@ -256,8 +254,7 @@ _TEACHER_TABLE: Final = {
 
 _START_LOOK_S: Final = 30.0
 """Interval for rechecking teachers that do not start: their pods' events are read at the same interval."""
-_TARGET_LOOK_S: Final = 15.0
-"""Interval for rechecking the object of a `scaleTargetRef` that already has the desired scale."""
+_TARGET_LOOK_S: Final = 15.0  # to recheck the object of a `scaleTargetRef` that has the desired scale
 _LEAVING_LOOK_S: Final = 1.0
 """Interval for rechecking whether an outdated teacher is gone, and whether the watch of idle capacity has seen that."""
 

@@ -22,8 +22,7 @@ from edl.master.kube.observation import (
 from edl.master.kube.pools.updating import TeacherUpdate, is_failing
 from edl.master.kube.resources import TeacherPool
 
-_MOST_S: Final = 300.0
-"""Longest time between probes: idle room is borrowed within 5 minutes, at 12 pods an hour while there is none."""
+_MOST_S: Final = 300.0  # idle room is borrowed within 5 minutes, at 12 pods an hour while there is none
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,7 @@ def back_off(before: ProbeBackoff | None, first_s: float, now_s: float) -> Probe
 
 @dataclass(frozen=True)
 class Growth:
-    """Whether a pool grows, for the condition `Growing`.
-
-    Attributes:
-        create: a teacher should be created now.
-        requeue_s: seconds until the next check; None if only an event changes it.
-    """
+    """Whether a pool grows, for the condition `Growing`. `requeue_s` is None if only an event changes it."""
 
     growing: bool
     reason: str
@@ -84,7 +78,6 @@ class PoolDraft:
     """A pool's plan being built: the planner fills it, and the status is written from it.
 
     Attributes:
-        teachers: all its teacher pods.
         live: teachers that count: the newest of their members, and not leaving.
         update: which teachers are outdated; None if the pool scales a different object.
         awaited: the member removed to make room for its successor, which has no node yet; empty for none.
@@ -151,10 +144,7 @@ class PoolDraft:
         return next((describe_failure(pod) for pod in self.live if is_failing(pod, now_s)), "")
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Release a teacher. This is recorded first, so that its name is not reused.
-
-        It keeps the grace period that its pod was created with: an edit may have shortened the pool's.
-        """
+        """Release a teacher, with its pod's own grace period. It is recorded first, so that its name is not reused."""
         self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
 

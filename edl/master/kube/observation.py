@@ -153,6 +153,7 @@ class OwnerObservation:
         allocation: workers that arbitration gives this job; None if it takes no part.
         starts_after: job that has waited so long that this one must not start before it; empty for none.
         service_holder: pool in another namespace that holds this pool's service; empty for none.
+        target: object named by `scaleTargetRef`; None if it does not exist.
     """
 
     now_s: float = 0.0

@@ -303,7 +303,7 @@ def _is_emptied(pod: Mapping[str, Any]) -> bool:
 
 
 def _read_time(value: object) -> float | None:
-    """Return the Unix time in a field; None for a runtime's zero."""
+    """Return the Unix time in a field; None for the zero that a runtime writes for an unknown one."""
     time_s = read_time(value)
     return time_s if time_s is not None and time_s >= _FIRST_TIME_S else None
 

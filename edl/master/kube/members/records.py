@@ -35,7 +35,7 @@ MAX_MESSAGE_CHARS: Final = 400
 MAX_MEMORY_FACTOR: Final = MEMORY_STEP**3  # the relaunch table's three steps: a status with more was written by hand
 _PACE_S: Final = 10.0
 _BURST_S: Final = 40.0
-"""A member gets a pod every `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: a flood burdens all."""
+"""A member gets a pod every `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once, to spare the cluster."""
 _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
 """A member's role and index; other keys, written by hand, are ignored."""
 

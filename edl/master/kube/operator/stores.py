@@ -238,9 +238,7 @@ def _is_done(progress: WorkProgress | None) -> bool:
 
 
 _RETRY_S: Final = 30.0
-_MOST_STORES: Final = (
-    100  # besides the operator's own: each has connections and threads, and resources choose their number
-)
+_MOST_STORES: Final = 100  # besides its own: each has connections and threads, and resources choose their number
 _MOST_OF_NAMESPACE: Final = 10  # so that the authors of one namespace cannot use up all
 
 

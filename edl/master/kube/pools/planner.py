@@ -136,9 +136,7 @@ def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) 
     return max(pool.min_replicas, min(count, pool.max_replicas))
 
 
-_CAPACITY_LAG_S: Final = (
-    1.0  # for a watch to show what a list shows: milliseconds, or a second if the API server is busy
-)
+_CAPACITY_LAG_S: Final = 1.0  # from a list to a watch that shows the same: milliseconds, or more if the server is busy
 _CAPACITY_LOOK_S: Final = 30.0  # to recheck whether there is room, if no event reports it
 
 

@@ -288,7 +288,7 @@ def _open_array(path: Path, key: str = "") -> Array:
 
 
 def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> RaggedData:
-    """Read sequences from JSON lines such as `{"input_ids": [5, 3, 9]}`, or list columns of Parquet; null means none."""
+    """Read sequences from JSON lines such as `{"input_ids": [5, 3, 9]}`, or list columns of Parquet; null is empty."""
     keys = list(dict.fromkeys([*wanted.values(), *([ids] if ids is not None else [])]))
     parts: dict[str, list[Array]] = {name: [] for name in wanted}
     found_ids = []

@@ -514,14 +514,13 @@ def reduced(rows: T, reduction: Reduction) -> T:
 
 
 def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocabulary: bool = False) -> tuple[Any, Any]:
-    """Return log-probabilities of teacher and student, [rows, ..., k + 1], the tail last; [rows, ..., k] without a tail."""
+    """Return log-probabilities of teacher and student, [rows, ..., k + 1], the tail last; [..., k] without a tail."""
     student = widened(student_logits)
     framework = framework_of(student)
     module, log_softmax = framework.module, framework.module.nn.functional.log_softmax
     ids = framework.cast(framework.tensor(teacher.ids, student), "int64")
     _check_top_k(framework, student, teacher, ids, padded_vocabulary)
-    # A division by 1 would copy [rows, classes].
-    scaled = student if teacher.temperature == 1 else student / teacher.temperature
+    scaled = student if teacher.temperature == 1 else student / teacher.temperature  # do not copy
     whole = scaled.logsumexp(-1, keepdim=True)
     kept = teachers_part(teacher.values, student) / teacher.temperature
     # The lowest finite number in place of -inf: the gradient of logsumexp over -inf alone is NaN.

@@ -118,8 +118,7 @@ class DistillReader:
         self._teachers: list[Teachers] = []
         if teachers is not None or route is not None:
             self._teachers, router = resolve_routes(teachers, route)
-        # Completed when the first epoch starts, with what was set by then.
-        self._request = LabelRequest(
+        self._request = LabelRequest(  # completed when the first epoch starts
             OutputSpec(
                 tuple(predicts),
                 top_k=top_k,

@@ -49,8 +49,7 @@ _IDLE_S = 3600.0  # wait when idle: calls and answers wake the thread
 class ScoreCall:
     """The sequences of one call."""
 
-    # tuples of arrays [tokens, ...]; with routes, followed by each sequence's service number
-    samples: Sequence[tuple[Any, ...]]
+    samples: Sequence[tuple[Any, ...]]  # of arrays [tokens, ...]; with routes, then each sequence's service number
     future: Future[list[Any]]  # of the labels of each sequence
     owner: object  # kept alive until the call has ended
     deadline: float | None  # on the monotonic clock, None for none
@@ -356,8 +355,7 @@ class Scorer:
         )
         names = (IDS, TARGETS) if targets else (IDS,)
         getters: Mapping[str, Getter] = {name: operator.itemgetter(index) for index, name in enumerate(names)}
-        # Each sequence's arrays are followed by the number of the service that labels it.
-        numbers = (
+        numbers = (  # follow each sequence's arrays
             Router(operator.itemgetter(-1), {index: index for index in range(len(groups))}) if self._router else None
         )
 
@@ -414,8 +412,7 @@ class Scorer:
             raise SettingsError(f"route={route!r}, but this scorer has one service: name teachers by domain")
         future: Future[list[Any]] = Future()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        # Not a method: an error's traceback, kept by a future, would keep the scorer alive.
-        labels = operator.itemgetter(*self._outputs)
+        labels = operator.itemgetter(*self._outputs)  # not a method, which an error's traceback would keep alive
         self._calls.add(ScoreCall(samples, future, self, deadline, timeout_s, labels))
         return future
 

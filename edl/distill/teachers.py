@@ -282,8 +282,7 @@ class TeacherWatcher:
                 return None
             words = str(exc)
             if not isinstance(exc, EDLError):
-                # Otherwise a student would wait silently for teachers that it no longer hears of.
-                words = f"{type(exc).__name__}: {exc}"
+                words = f"{type(exc).__name__}: {exc}"  # else a student would wait silently
                 if words != self._failure:
                     logger.exception("watching %s failed unexpectedly; retrying", service)
             self._failure = words

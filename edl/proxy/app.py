@@ -404,8 +404,7 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
     sent = {**_NO_STORE, "Content-Type": "application/json"}
     if headers:
         sent.update({name: text for name, text in headers.items() if name not in ("Content-Type", "Content-Length")})
-    # Many clients show only the reason phrase, which is a line of ASCII.
-    reason = shown(message, _MOST_REASON).encode("ascii", "replace").decode()
+    reason = shown(message, _MOST_REASON).encode("ascii", "replace").decode()  # many clients show only it, as ASCII
     return web.Response(status=status, reason=reason, body=encode_error(status, message), headers=sent)
 
 

@@ -235,6 +235,5 @@ def encode_error(status: int, message: str) -> bytes:
 def _template(entries: int, *, added: bool = False) -> str:
     """Return the form of a position, with a last entry of any rank if `added`."""
     ranks = [*map(str, range(1, entries + 1)), *(["%d"] if added else [])]
-    # 9 digits distinguish all float32 values.
-    parts = [f'"%d":{{"logprob":%.9g,"rank":{rank},"decoded_token":null}}' for rank in ranks]
+    parts = [f'"%d":{{"logprob":%.9g,"rank":{rank},"decoded_token":null}}' for rank in ranks]  # 9 digits: all float32
     return ",{" + ",".join(parts) + "}"

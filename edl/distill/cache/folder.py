@@ -206,8 +206,7 @@ class LabelFolder:
             places = ",".join("?" * len(part))
             sql = f"SELECT number, id, checksum, record FROM label WHERE key = {_NUMBER} AND id IN ({places})"
             for number, sample, checksum, record in self._query(sql, space.text, *part):
-                # Numbers may be reused; a damaged index may give a sample another label's number.
-                version = number, checksum, sample
+                version = number, checksum, sample  # numbers may be reused; a damaged index may mix up labels
                 if version not in self._verified:
                     if type(record) is not bytes or space.checksum(sample, record) != checksum:
                         self.damaged.add((space.text, sample))

@@ -80,8 +80,7 @@ class CacheKey:
             raise SettingsError(f"cache key with temperature={self.temperature!r}: must be a finite number above 0")
         if self.dtype not in (None, "float16", "float32"):
             raise SettingsError(f"cache key with dtype={self.dtype!r}: must be 'float16', 'float32' or None")
-        # Plain numbers, because JSON cannot encode numpy's.
-        object.__setattr__(self, "outputs", tuple(self.outputs))
+        object.__setattr__(self, "outputs", tuple(self.outputs))  # JSON cannot encode numpy's
         object.__setattr__(self, "inputs", tuple(sorted(self.inputs)))
         object.__setattr__(self, "top_k", int(self.top_k) if self.top_k is not None else None)
         object.__setattr__(self, "temperature", float(self.temperature) if self.top_k is not None else 1.0)

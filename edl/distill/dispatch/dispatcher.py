@@ -59,8 +59,7 @@ class Dispatcher:
         self.policy = policy or Policy()
         self.teachers: dict[str, TeacherState] = {}  # state by teacher id; read only
         self.resent = self.hedged = 0  # tasks sent again after a failure, and extra attempts for late tasks
-        # how often a teacher was paused, by the kind of its last failure
-        self.pauses: Counter[FailureKind] = Counter()
+        self.pauses: Counter[FailureKind] = Counter()  # how often a teacher was paused, by its last failure
         self.full = True  # whether no teacher could take more at the last event
         self.last = math.inf  # number of the last task that may be sent; see `send_until`
         self._tasks: dict[int, _Task] = {}

@@ -34,8 +34,7 @@ class Window:
     base_s: float = float("inf")  # latency of a request that found the teacher idle
     median_s: float | None = None  # median latency of the last answers; None before the first
     usual_s: float | None = None  # upper quartile of the last latencies; None before the third answer
-    # average of latency divided by requests in flight, the cost of another request; 0 at first
-    service_s: float = 0.0
+    service_s: float = 0.0  # average of latency divided by requests in flight; 0 at first
     _probed_at: float = 0.0
     _since_change: int = 0
     _latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -97,8 +96,7 @@ class TeacherState:
     failures: int = 0  # failures in a row
     opened: int = 0  # how often in a row it was closed because of failures
     refusals_without_hint: int = 0  # how often in a row it had no room and gave no retry hint
-    # whether it gets only one request until one succeeds (a circuit breaker's half-open state)
-    half_open: bool = False
+    half_open: bool = False  # gets only one request until one succeeds, as a circuit breaker
 
     def is_usable(self, now: float) -> bool:
         """Return whether it can take work, now or as soon as its answers make room."""

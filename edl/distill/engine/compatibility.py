@@ -128,8 +128,7 @@ class TeacherCompatibility:
         if known is None or (version and version == known.version):
             return ""
         if version and not known.version and not self.is_unversioned:
-            # The first answer of a model whose metadata name no version
-            if self._answered_version in ("", version):
+            if self._answered_version in ("", version):  # the first answer that names one
                 self.spec = replace(known, version=version)
             else:
                 self._follow(replace(known, version=version), self._answered_version)

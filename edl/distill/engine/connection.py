@@ -68,15 +68,13 @@ class TeacherConnection:
         self.counts = no_counts()
         self.state = "connecting"  # "ready", "connecting" or "set aside"
         self.why = ""  # why it is not ready, as text
-        # Whether it has answered and lacks part of the request, so that only a change of the server would help
-        self.lacks = False
+        self.lacks = False  # has answered and lacks part of the request: only a change of the server would help
         # Whether its registration lapsed. Another server may have taken over its address, so the client connects only
         # to a server with the same model version, and less often.
         self.lapsed = False
         self.unlisted = False  # whether it lapsed, and the registry no longer lists it
         self.leaving = ""  # "left" or "draining" if it gets no new requests, and ends with its last one
-        # The model that `refresh` found, if it changed; reconnecting may take a while
-        self.changed_spec: ModelSpec | None = None
+        self.changed_spec: ModelSpec | None = None  # found by `refresh`, if it changed
         self._pool = pool
         self._version = instance.meta.get("version", "")
         # The name in the certificate, if the instance is one of several addresses of that name
@@ -112,8 +110,8 @@ class TeacherConnection:
     async def refresh(self, *, must_be_ready: bool = False) -> None:
         """Check that the teacher's model is unchanged; if not, return after an attempt to reconnect.
 
-        With `must_be_ready`, a teacher that is not ready is lost. Before an epoch that does not matter: Triton is not ready
-        while it replaces a version, but its metadata already name the new one.
+        With `must_be_ready`, a teacher that is not ready is lost. Before an epoch that does not matter: while Triton
+        replaces a version, it is not ready, but its metadata already name the new one.
         """
         client = self._client
         self.changed_spec = None

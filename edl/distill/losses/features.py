@@ -19,8 +19,7 @@ def _unit_vectors(vectors: Tensor) -> Tensor:
     """Return vectors [..., features] of any size scaled to length 1, and zeros for vectors without a direction."""
     largest = vectors.detach().abs().amax(dim=-1, keepdim=True)
     missing = largest <= _LEAST_ELEMENT  # false for NaN, which stays NaN
-    # Divided by the largest element first: squares of large ones overflow.
-    scaled = vectors / largest.masked_fill(missing, 1.0)
+    scaled = vectors / largest.masked_fill(missing, 1.0)  # squares of large ones overflow
     squares = scaled.square().sum(dim=-1, keepdim=True)
     return (scaled / squares.masked_fill(missing, 1.0).sqrt()).masked_fill(missing, 0.0)
 

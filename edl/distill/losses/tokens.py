@@ -266,8 +266,7 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
     mass = widened(values).double().logsumexp(dim=-1)
     if TORCH.can_look(mass) and (most := float(mass.max().exp())) > 1 + SUM_TOLERANCE:
         raise SettingsError(f"log-probabilities of a row sum to a probability of {most:g}: must be at most 1")
-    # At 1, or above it by rounding, no tail is left.
-    left = torch.where(mass < 0, torch.log(-torch.expm1(mass.clamp(max=0))), -torch.inf)
+    left = torch.where(mass < 0, torch.log(-torch.expm1(mass.clamp(max=0))), -torch.inf)  # at 1, no tail is left
     tail_lse = left.masked_fill(torch.isnan(mass), torch.nan).float()
     return TopK(ids, values, tail_lse, 1.0, classes)  # type: ignore[arg-type]  # tensors, as after `TopK.map`
 

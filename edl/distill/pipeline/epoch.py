@@ -291,8 +291,7 @@ class Epoch:
             self._for_loop.wait_for(ended)
         self._awaited = None
         self._check_open()
-        # Without its own answer or error, the source failed before the chunk was full.
-        return chunk.error if chunk.done else self._failure
+        return chunk.error if chunk.done else self._failure  # else the source failed before it was full
 
     def _await_sent(self, chunk: Chunk) -> None:
         """Wait until a partly filled request is sent; send it from here if the source stays silent."""

@@ -134,8 +134,7 @@ class LabelSession:
         for route, part in cutter.routes.items():
             part.fit = functools.partial(self.labeller.rows_that_fit, route=route)
         epoch = self._epoch = Epoch(self.labeller, source, cutter, end_source)
-        # Another thread may have closed the labeller before it could see and close this epoch.
-        if self.labeller.closed:
+        if self.labeller.closed:  # in another thread, before it could see this epoch
             epoch.close()
             self.labeller.check()
         epoch.start(shared)

@@ -30,8 +30,7 @@ class Chunk:
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, job number at the service)
     error: BaseException | None = None  # why it has no outputs; it then counts as done
     sent: bool = False  # whether it was sent or is being sent
-    # bytes of each service's answer, estimated until it arrives
-    answers_nbytes: list[int] = field(default_factory=list)
+    answers_nbytes: list[int] = field(default_factory=list)  # bytes by service, estimated until it arrives
     foreseen: bool = True  # whether all answers could be estimated
     route: int | None = None  # number of the only service to ask; None for all of them
     source_s: float = 0.0  # seconds that the epoch's source had taken when the chunk was sent
@@ -69,8 +68,7 @@ class Item:
     value: Any  # as the source yielded it
     parts: list[tuple[Chunk, int, int]]  # (chunk, first row, end row)
     fingerprints: tuple[ItemFingerprint, ...] = ()  # of the value, or of its samples
-    # for a batch of padded sequences, bool [sequences, length]: which elements have rows; else None
-    mask: Array | None = None
+    mask: Array | None = None  # of padded sequences, bool [sequences, length]: elements with rows; else None
 
     @property
     def rows(self) -> int:

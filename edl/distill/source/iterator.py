@@ -119,8 +119,7 @@ def _guarded(iterator: Iterator[Any]) -> Iterator[Any]:
     if not held:  # the iterator has ended
         return iterator
     if isinstance(iterator, itertools.chain):
-        # The iterator over its parts, and the current part, if there is one.
-        return _parts_of((held[1:], *held[:1]))
+        return _parts_of((held[1:], *held[:1]))  # the iterator over its parts, and the current part, if any
     return _returned_by(*held)
 
 

@@ -73,8 +73,7 @@ def choose_priority(
         beyond = f"it has {levels} priority levels, but priority={wanted} is requested: {levels} is used"
         return RequestPriority(min(wanted, levels), warning=beyond if wanted > levels else "")
     warning = "" if levels else "it has no priority levels: its own clients wait behind our pending requests"
-    # One of several instances is left to the server's own clients.
-    rows = max(1, max_batch // _SHARE) if max_batch else 0
+    rows = max(1, max_batch // _SHARE) if max_batch else 0  # one instance is left to its own clients
     return RequestPriority(levels, rows, max(1, instances - 1), warning)
 
 
@@ -102,10 +101,8 @@ class OutputSpec:
     model: str = ""  # the model's name in KServe v2 requests; empty for the only model of the server
     top_k: int | None = None  # deliver the k largest logits per row as `TopK`, None for whole outputs
     temperature: float = 1.0  # at which `top_k` sums up the tail's mass
-    # "float16" or "float32" for floating-point outputs, None for the model's own
-    dtype: Literal["float16", "float32"] | None = None
-    # only labels of this model version; empty for the server's default version
-    version: str = ""
+    dtype: Literal["float16", "float32"] | None = None  # of floating-point outputs; None for the model's own
+    version: str = ""  # of all labels; empty for the server's default
     priority: Priority = "auto"  # of requests to servers with priorities; see `choose_priority`
     tokenizer: str = ""  # hash of the student's tokenizer, which teachers must share; empty for any
 
@@ -150,16 +147,13 @@ class ModelSpec:
     """A teacher's model, from its server's metadata and configuration, and the parameters of requests to it."""
 
     name: str
-    # the requested or expected version: the newest, until an answer names a different one. Empty if the server does not
-    # report it.
-    version: str
+    version: str  # requested or expected: the newest, until an answer names another; empty if unknown
     inputs: Mapping[str, TensorMetadata]  # by name. Empty if the server does not say.
     outputs: Mapping[str, TensorMetadata]  # by name. Empty if the server does not say.
     max_rows: int = 0  # most rows in a request, 0 if the server does not say
     batch_rows: int = 0  # rows that every request must have, 0 for any number
     max_nbytes: int = 0  # of a request's tensors, 0 without a limit
-    # all of the server's versions; if one is requested, only that, or none if the server lists none
-    versions: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()  # all of the server's; if one is requested, only that, or none if it lists none
     max_in_flight: int = 0  # most requests in flight, 0 if the student chooses
     sequences: str = ""  # the input that is 0 at the start of a sequence, if rows belong to sequences; else empty
     max_top_k: int = 0  # the largest k of `TopK` answers, if whole outputs are never sent; else 0

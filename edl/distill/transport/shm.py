@@ -196,8 +196,7 @@ class ShmRegistrations:
                 with contextlib.suppress(RequestFailed):  # unregister it in case the teacher still knows it
                     await self._unregister(lost, deadline)
             name = self._names.setdefault(region.name, f"edl-{secrets.token_hex(12)}")
-            # The key is the name for shm_open.
-            request = kserve.SystemSharedMemoryRegisterRequest(
+            request = kserve.SystemSharedMemoryRegisterRequest(  # the key is the name for shm_open
                 name=name, key=f"/{region.name}", byte_size=region.nbytes
             )
             try:

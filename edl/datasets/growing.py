@@ -1,8 +1,7 @@
 """Sources without an end (a growing text, a folder that gets files, or your `Source`), and their follower.
 
 A data set that grows is opened with an empty index. A `Follower`, run by the program that created the data set, reports
-the source's growth to the master: the number of units, and the next part of the index. Readers fetch the newer index
-when a lease exceeds theirs.
+the source's growth to the master: the number of units, and the next part of the index. Readers fetch it when needed.
 """
 
 from __future__ import annotations

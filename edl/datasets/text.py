@@ -1,8 +1,7 @@
 """Text files by lines, and CSV by records: found in a single pass over the files, and read by ranges of bytes.
 
 The pass cuts the files, one after another, into segments: shards, or parts of a shard that is large or grows slowly.
-The index has the units, the length in bytes and the CRC-32 of each segment, which a reader checks before it hands out
-the first sample of it.
+The index has the units, length in bytes and CRC-32 of each segment, which a reader checks before its first sample.
 
 A newline ends a CSV record if the number of quotes before it is even, as RFC 4180 has it; Python's `csv` parses the
 records. pyarrow's CSV reader is unsuitable: it reads a file from the start, does not report the offsets at which
@@ -263,8 +262,8 @@ class LinesDataset(_TextDataset):
 class RecordsDataset(_TextDataset):
     """CSV by records as RFC 4180 has it: a newline in quotes ends none.
 
-    Samples are dictionaries of text by column, or lists without names. Blank lines are skipped. A record
-    with more or fewer fields than there are columns is an error. All files need the same header.
+    Samples are dictionaries of text by column, or lists without names. Blank lines are skipped. A record with more or
+    fewer fields than there are columns is an error. All files need the same header.
     """
 
     _unit: ClassVar[str] = "rows"

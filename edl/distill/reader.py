@@ -156,9 +156,7 @@ class DistillReader:
         return self._set_source("sample", reader)
 
     def set_sample_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of lists of samples.
-
-        The reader yields lists of the same lengths; see `set_sample_generator` for their samples.
+        """Set a source of lists of samples; the reader yields lists of the same lengths. See `set_sample_generator`.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of lists.
@@ -188,9 +186,7 @@ class DistillReader:
         return self._set_source("sequence", reader)
 
     def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of lists of sequences.
-
-        The reader yields lists of the same lengths; see `set_sequence_generator` for their sequences.
+        """Set a source of lists of sequences; the reader yields lists of the same lengths; see `set_sequence_generator`.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of lists.

@@ -1,8 +1,7 @@
 """Scorers of a proxy: one per service, number of entries and temperature that clients request.
 
 A `Scorer` asks for one `k` at one temperature. So a request for 8 entries stays small on a proxy that allows 128, and
-suits any teacher with `--top-k 8` or more. Each service has its own scorer from the start, which also reports live
-teachers; the others open with the first request that needs them.
+suits any teacher with `--top-k 8` or more. Each service has one from the start, which also reports live teachers.
 """
 
 from __future__ import annotations

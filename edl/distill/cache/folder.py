@@ -6,8 +6,7 @@
     label    a record under a key and sample id, with a checksum; numbers grow, so the lowest is the oldest
 
 Several processes share the database; in WAL mode none waits to read. The labels of a `put` are one transaction, without
-a sync (`synchronous = NORMAL`), which would take longer than the labels: a killed process loses nothing, a power
-failure everything since the last `flush`.
+a sync (`synchronous = NORMAL`): a killed process loses nothing, a power failure everything since the last `flush`.
 
 A key's number is random, and changes when its labels are discarded because the data changed. Each transaction checks
 the number that its process began with, so no label of the old data is added afterwards.

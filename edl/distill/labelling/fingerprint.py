@@ -1,9 +1,8 @@
 """Detects which data a folder has labels for, and whether these data change while they are labelled.
 
 Labels are stored by sample id, which is usually a position, so labels of an edited file look like those of the
-original. A folder and a job therefore remember a `DataFingerprint` of a few rows. Within a run, size, modification time
-and inode of each local file are compared too. Labels of sequences need none of this: they contain a fingerprint of the
-text.
+original. A folder and a job therefore remember a `DataFingerprint` of a few rows. Within a run, the local files' size,
+modification time and inode are compared too. Labels of sequences contain a fingerprint of the text instead.
 """
 
 from __future__ import annotations
@@ -137,13 +136,10 @@ class DataGuard:
             self.fingerprint = replace(self.fingerprint, rows_checksum="", file_checksum="")
 
     def admit(self, view: CacheView, *, relabel: bool = False) -> None:
-        """Check that a folder's labels are for these data, and record the data in the folder.
+        """Record the data in a folder; raise `ConflictError` if its labels are for other data, or for two versions.
 
         Data that grew at the end count as the same. With `relabel`, labels of other data are deleted. A folder without
         labels, as left by a mistaken command, accepts any data.
-
-        Raises:
-            ConflictError: The labels are for other data, or for two versions.
         """
         if self.data.sequences:
             return
@@ -179,14 +175,11 @@ class DataGuard:
             folder.note_data_set(space, self.fingerprint.to_json(), relabel=bool(problem))
 
     def check_unchanged(self, view: CacheView, *, in_job: bool, at_end: bool = False) -> None:
-        """Check that the data have not changed since the start of this run; mark a folder with labels of two versions.
+        """Raise `ConflictError` if the data changed during this run, or another run took the folder for other data.
 
-        This is cheap, except at the end, when the fingerprint's rows are loaded again to find changes that no file
-        shows. `in_job` selects the remedy in the error.
-
-        Raises:
-            ConflictError: The data have changed, or another run took the folder for other data. For changed sequences
-                it is raised only at the end, because their labels are valid.
+        A folder with labels of two versions is marked. At the end, the fingerprint's rows are loaded again, to find
+        changes that no file shows. Changed sequences raise only then, because their labels are valid. `in_job` selects
+        the remedy in the error.
         """
         folder, space = _on_disk(view)
         folder.check_data_set(space)

@@ -89,14 +89,10 @@ class Labeller:
         self._known = self._labelled = 0
 
     def key(self, *, relabel: bool = False) -> CacheKey:
-        """Return the key of the labels, once the first teacher has reported its model.
+        """Return the key of the labels, once the first teacher has reported its model; `DataGuard.admit` the data.
 
-        With `relabel`, labels of other data are deleted; otherwise they are an error.
-
-        Raises:
-            NoTeacherError: No teacher was live for `teacher_timeout_s`, or none has the requested version.
-            SettingsError: Data and model do not match, or the model's version is unknown and `plan` names none.
-            ConflictError: The folder has labels of other data.
+        Raises `NoTeacherError` if no teacher with the requested version was live for `teacher_timeout_s`, and
+        `SettingsError` if data and model do not match, or the model's version is unknown and `plan` names none.
         """
         _check_kind(self._data, self._session)
         self._view = self._session.labeller.view(tuple(self._data.inputs))
@@ -107,11 +103,7 @@ class Labeller:
         """Label all rows that have no label yet. On return all labels are on disk. Call `key` first.
 
         After a kill, call this again in a new process: no answered label is lost. `tell` is called after every batch,
-        in this thread.
-
-        Raises:
-            ConflictError: The data changed during the run.
-            EDLError: Teachers refuse a row or are missing for too long, or a sample or label cannot be read or written.
+        in this thread. Raises `ConflictError` if the data changed during the run.
         """
         self._begin(tell)
         try:

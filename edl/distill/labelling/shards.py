@@ -70,11 +70,7 @@ class ShardSource(abc.ABC):
 
     @abc.abstractmethod
     def take(self, timeout_s: float) -> RowShard | None:
-        """Wait up to `timeout_s` for a shard; return None if there is none now.
-
-        Raises:
-            EDLError: The worker cannot continue.
-        """
+        """Wait up to `timeout_s` for a shard; return None if there is none now, raise `EDLError` to end the worker."""
 
     @property
     @abc.abstractmethod
@@ -112,15 +108,10 @@ class ShardLabeller(Labeller):
     def label_shards(
         self, source: ShardSource, tell: Callable[[LabelProgress], None] = lambda _: None
     ) -> LabelProgress:
-        """Label the source's shards until it has finished. Call `key` first.
+        """Label the source's shards until it has finished. Call `key` first; `tell` is called after every batch.
 
-        Shards whose labels are on disk are reported even after an error. `tell` is called after every batch with the
-        progress of this process, in this thread.
-
-        Raises:
-            ConflictError: The data changed during the run.
-            PermanentError: Several shards failed in a row, with no row labelled.
-            EDLError: The source raised it, teachers are unavailable for too long, or labels cannot be written.
+        Shards whose labels are on disk are reported even after an error. Raises `ConflictError` if the data changed,
+        and `PermanentError` if several shards failed in a row, with no row labelled.
         """
         self._source = source
         self._begin(tell)

@@ -63,8 +63,8 @@ T = TypeVar("T")
 class EpochIterator(Iterator[T], Generic[T]):
     """The values of a generator. After an error, every further `next` raises `ClosedError`.
 
-    A plain generator then raises `StopIteration`, which a loop that catches the error (a signal handler's timeout,
-    for example) and continues would take for the end of the epoch.
+    A plain generator would raise `StopIteration`, and a loop that catches the error and continues would see a complete
+    epoch.
     """
 
     __slots__ = ("__weakref__", "_failed", "_values")

@@ -104,10 +104,7 @@ class LabelSession:
         """End the previous epoch and start a new one; the source's iterator is created in the calling thread.
 
         Epochs of other readers end too if they read the same iterator, or the same loader with persistent workers.
-
-        Raises:
-            ClosedError: The reader is closed, or this is called by its own source.
-            TemporaryError: The source is still busy with the previous epoch after `source_timeout_s`.
+        Raises `TemporaryError` if the source is still busy with the previous epoch after `source_timeout_s`.
         """
         self.labeller.check()
         if self._epoch is not None:

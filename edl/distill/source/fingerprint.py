@@ -3,8 +3,7 @@
 A source runs ahead of the training loop. If it refills a buffer, or puts other arrays into the same list, the training
 loop gets a different input than the teacher saw. So an item's contents are summarized when it is cut, and checked at
 delivery. Small arrays are copied. For arrays up to 1 MiB, the sums of 509 columns cover every byte; for larger ones, a
-word is read from a random position in each of 384 equal pieces. Objects of unknown types are checked by their
-attributes that are arrays or tensors.
+word is read from a random position in each of 384 equal pieces.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Iterates over the user's data so that no error in it is mistaken for its end.
 
 Python ends a `for` loop at any `StopIteration`, and a loop over an object that has only `__getitem__` also at any
-`IndexError`, wherever it was raised. In a sample's `__getitem__`, a transform or a collate function these are bugs, and
-the rest of the epoch would be silently lost.
+`IndexError`. Raised by mistake in a transform or a collate function, they would silently end the epoch.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Triton's extension "schedule_policy" has a request parameter `priority`: 1 is the highest, larger numbers are lower, and
 0, or a number beyond the model's `priority_levels`, is the model's default
 (https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_schedule_policy.html).
-A server does not interrupt a running batch, so even a request of the highest priority waits for a batch of ours. So
-`choose_priority` also limits rows and requests.
+`choose_priority` also limits rows and requests, because even the highest priority does not interrupt a running batch.
 """
 
 from __future__ import annotations

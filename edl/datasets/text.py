@@ -373,7 +373,9 @@ def _check_encoding(options: dict[str, Any]) -> None:
     except (LookupError, ValueError) as exc:
         raise SettingsError(f"encoding={encoding!r}, errors={errors!r}: {exc}") from exc
     if not is_plain:
-        raise SettingsError(f"encoding={encoding!r}: its lines cannot be found by bytes; convert the file to UTF-8")
+        raise SettingsError(
+            f"encoding={encoding!r}: the ends of lines cannot be found in its bytes; convert the file to UTF-8"
+        )
 
 
 def _parse_rows(path: str, at: int, data: bytes, options: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -197,7 +197,9 @@ class _SessionClaim(Claim):
                 if time.monotonic() > deadline:
                     raise
             if time.monotonic() > deadline:
-                raise DiscoveryError(f"{self._client.target}: a lease of {self._ttl_s} s lapsed while it was created")
+                raise DiscoveryError(
+                    f"{self._client.target}: a lease of {self._ttl_s} s lapsed while it was being created"
+                )
             time.sleep(0.05)
 
     def _create(self) -> str:

@@ -379,7 +379,7 @@ def _translated(call: Call, url: str) -> Iterator[None]:
     except urllib3.exceptions.SSLError as exc:
         raise KubernetesError(
             f"{url}: {call}: no TLS connection ({shown(exc)}): check that the cluster's certificate-authority in the"
-            " kubeconfig is that of this API server, and its certificate valid for this name"
+            " kubeconfig is that of this API server, and that the server's certificate is valid for this name"
         ) from exc
     except (urllib3.exceptions.HTTPError, OSError) as exc:
         timeouts = (urllib3.exceptions.ReadTimeoutError, urllib3.exceptions.ConnectTimeoutError, TimeoutError)

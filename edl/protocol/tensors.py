@@ -105,7 +105,7 @@ def _from_length_prefixed(shape: Sequence[int], raw: memoryview) -> Array:
         length = int.from_bytes(raw[at : at + 4], "little")
         at += 4
         if at + length > len(raw):
-            raise ProtocolError(f"BYTES element {index} claims {length} bytes, {len(raw) - at} are left")
+            raise ProtocolError(f"BYTES element {index} claims {length} bytes, but only {len(raw) - at} are left")
         out[index] = bytes(raw[at : at + length])
         at += length
     if at != len(raw):

@@ -72,7 +72,7 @@ def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
             continue
         if not _TOKEN.fullmatch(line):
             raise SettingsError(
-                f"token file {path!r}, line {number}: a token contains only letters, digits and -._~+/=, one per line"
+                f"token file {path!r}, line {number}: expected one token per line, of letters, digits and -._~+/="
             )
         if serving and len(line) < _LEAST_TOKEN:
             raise SettingsError(

@@ -424,7 +424,7 @@ class Checkpointer:
         except SettingsError as exc:
             if self._replica_slots is None or not self._replica_slots.stop_keeping():
                 raise
-            logger.warning("no rank keeps states for replicas from here on: %s", exc)
+            logger.warning("from now on, no rank keeps replicas of the state: %s", exc)
             self._holders = self._writer.write_state(self.state, self._slots, header)
         saved = self._slots.newest_slot() if replica_slots is not None else None
         if replica_slots is not None and saved is not None:

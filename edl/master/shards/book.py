@@ -303,7 +303,9 @@ class ShardBook:
     def _stream(self, name: str) -> tuple[DatasetShards, UnitCursor]:
         dataset = self._dataset(name)
         if not dataset.cursor.is_stream:
-            raise SettingsError(f"data set {name} has {dataset.cursor.units} units: only an endless source grows")
+            raise SettingsError(
+                f"data set {name} has {dataset.cursor.units} units and cannot grow: only an endless source can"
+            )
         return dataset, dataset.cursor
 
     def _dataset(self, name: str) -> DatasetShards:

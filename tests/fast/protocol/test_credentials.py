@@ -69,7 +69,7 @@ BAD: list[tuple[Callable[[Path], dict[str, str]], str]] = [
     (lambda folder: {"ca": "system"}, "name one of your own for clients"),
     (file("none", "# none yet\n", "token_file"), "contains no token: write one per line"),
     (file("short", f"{TOKEN}\nsecret-short\n", "token_file"), "line 2: a token of 12 characters can be guessed"),
-    (file("two", f"{TOKEN} {TOKEN}\n", "token_file"), "line 1: a token contains only letters, digits"),
+    (file("two", f"{TOKEN} {TOKEN}\n", "token_file"), "line 1: expected one token per line, of letters, digits"),
     (lambda folder: {"token_file": TOKEN}, "(a name without a folder) cannot be read"),
 ]
 

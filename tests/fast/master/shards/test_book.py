@@ -305,7 +305,7 @@ def test_datasets_are_created_once() -> None:
             job.apply(create_dataset=master.CreateDataset(dataset=name, spec=job.spec))
     with pytest.raises(SettingsError, match="'nothing' is not known"):
         job.apply(end_dataset=master.EndDataset(dataset="nothing"))
-    with pytest.raises(SettingsError, match="only an endless source grows"):
+    with pytest.raises(SettingsError, match="cannot grow: only an endless source can"):
         job.apply(extend_dataset=master.ExtendDataset(dataset="d", units=200, index=b""))
 
 

@@ -164,8 +164,6 @@ def _as_array(values: Any) -> Any:
 
 
 class _Training:
-    """One worker's part in a job."""
-
     def __init__(self, definition: ModuleType, plan: TrainPlan) -> None:
         self._definition = definition
         self._plan = plan

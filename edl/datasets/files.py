@@ -115,7 +115,7 @@ def absolute(location: str) -> str:
 
 
 def list_files(location: str) -> list[str]:
-    """Return the files of an absolute path, folder (recursively) or pattern, sorted, and hidden ones only by name.
+    """Return the files of an absolute path, folder (recursively) or pattern, sorted; hidden ones only if named.
 
     A folder that cannot be listed raises: files might be missing.
     """

@@ -520,7 +520,7 @@ def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocab
     module, log_softmax = framework.module, framework.module.nn.functional.log_softmax
     ids = framework.cast(framework.tensor(teacher.ids, student), "int64")
     _check_top_k(framework, student, teacher, ids, padded_vocabulary)
-    scaled = student if teacher.temperature == 1 else student / teacher.temperature  # do not copy
+    scaled = student if teacher.temperature == 1 else student / teacher.temperature  # dividing would copy
     whole = scaled.logsumexp(-1, keepdim=True)
     kept = teachers_part(teacher.values, student) / teacher.temperature
     # The lowest finite number in place of -inf: the gradient of logsumexp over -inf alone is NaN.

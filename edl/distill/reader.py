@@ -186,7 +186,7 @@ class DistillReader:
         return self._set_source("sequence", reader)
 
     def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of lists of sequences, all of the same lengths; see `set_sequence_generator`.
+        """Set a source of lists of sequences; the reader yields equally long lists; see `set_sequence_generator`.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of lists.

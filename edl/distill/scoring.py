@@ -47,8 +47,6 @@ _IDLE_S = 3600.0  # wait when idle: calls and answers wake the thread
 
 @dataclass(eq=False)
 class ScoreCall:
-    """The sequences of one call."""
-
     samples: Sequence[tuple[Any, ...]]  # of arrays [tokens, ...]; with routes, then each sequence's service number
     future: Future[list[Any]]  # of the labels of each sequence
     owner: object  # kept alive until the call has ended

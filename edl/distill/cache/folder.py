@@ -69,7 +69,7 @@ _PART = 16  # a transaction adds at most a sixteenth of the bound, so that few l
 _LABEL_NBYTES = 128  # of a label in the database in addition to its record
 _BUSY_S = 30.0  # how long to wait while another process writes: a slow disk takes seconds per batch
 READ_AT_ONCE = 64  # labels to read at a time when reading many, so that memory stays bounded for wide rows
-_MOST_VERIFIED = 1 << 22  # labels remembered, about 200 bytes each: hashing a label takes as long as reading it
+_MOST_VERIFIED = 1 << 22  # labels remembered as verified, about 200 bytes each: hashing takes as long as reading
 
 
 @dataclass(eq=False)

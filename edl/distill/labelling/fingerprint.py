@@ -52,7 +52,7 @@ class DataFingerprint:
 
     @classmethod
     def of(cls, data: LabelDataset, rows: int | None = None) -> DataFingerprint:
-        """Load a few of the first `rows` rows, or the first 16 of data in sequence. Failures are part of the sum."""
+        """Load a few of the first `rows` rows (of data in sequence: the first 16). Failures count in the checksum."""
         if not isinstance(data, IndexedData):
             first = (itertools.islice(data.batches(_ROWS, _none_known), 1) for _ in range(2))
             found, again = (_checksum([load]) for load in first)

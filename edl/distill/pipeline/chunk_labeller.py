@@ -48,8 +48,6 @@ _LOOK_S = 0.2  # how often a wait checks whether it should continue
 
 @dataclass(eq=False)
 class _Service:
-    """A service's engine and the state for its labels."""
-
     engine: Engine
     output_spec: OutputSpec
     labels: ServiceLabels | None  # labels in the cache; None without a cache
@@ -239,7 +237,10 @@ class ChunkLabeller:
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
-        """Return a route's unsent chunks as a share of the sufficient number: at 1 the feeding thread pauses."""
+        """Return the unsent chunks of a route (None: of any) as a share of the sufficient number.
+
+        At 1 the feeding thread pauses: more chunks would only evict warm memory from the CPU's caches.
+        """
         asked = self.asked(route)
         waiting = max((self._services[at].submitted - self.engines[at].dispatched for at in asked), default=0)
         return waiting / (2 + self.depth // 16)

@@ -208,13 +208,17 @@ class LabelSession:
 def open_session(request: LabelRequest, keep: Callable[[LabelSession], object]) -> None:
     """Open a session and pass it to `keep`, which ensures that it is closed.
 
-    It runs in another thread, so that an error of a signal handler cannot leave a half-opened session running.
+    Another thread does both: in the main thread, a signal handler may raise between any two lines, and leave a
+    half-opened session running forever.
     """
     start_call("edl-open", lambda: keep(LabelSession(request))).result()
 
 
 def _has_one_iterator(source: object) -> bool:
-    """Return whether a source returns the same iterator every time, like a loader with persistent workers."""
+    """Return whether every `iter` of a source returns the same iterator, like a loader with persistent workers.
+
+    Generators do not count: they end with the first epoch that reads them.
+    """
     persistent = getattr(source, "persistent_workers", getattr(source, "_persistent_workers", False))
     return bool(persistent) or (isinstance(source, Iterator) and not isinstance(source, Generator))
 

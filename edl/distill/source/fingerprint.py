@@ -117,8 +117,6 @@ MemoryLocation: TypeAlias = tuple[str, int]  # address of an array's first eleme
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """A part of an item."""
-
     path: KeyPath  # keys and positions that lead to it, for messages
     holder: Any
     is_unchanged: Callable[[], bool]

@@ -153,7 +153,8 @@ class DistillTrainer(transformers.Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        usual = self.label_names, self.can_return_loss  # not needed with teachers' labels
+        # With teachers' labels, a batch needs no labels of its own for a loss.
+        usual = self.label_names, self.can_return_loss
         if _LABELS not in inputs or (usual[0] and all(inputs.get(name) is not None for name in usual[0])):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self.label_names, self.can_return_loss = [], True  # so that it calls `compute_loss`

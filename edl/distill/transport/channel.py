@@ -48,8 +48,6 @@ _LARGEST_ERROR_NBYTES = 64 << 10
 
 @dataclass(eq=False)
 class _PendingRequest:
-    """A request without an answer."""
-
     done: Done
     frame: Frame
     deadline: float

@@ -60,8 +60,6 @@ Done: TypeAlias = Callable[[Reply | RequestFailure | None], None]
 
 @dataclass(eq=False)
 class _Request:
-    """A pending request."""
-
     payload: Payload
     timeout_s: float
     deadline: float  # on the monotonic clock

@@ -74,7 +74,7 @@ def _to_bfloat16(array: Array) -> Array:
 
 
 def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
-    """Return the first value that a conversion changed, or None. Floating-point numbers may lose digits."""
+    """Return the first value that a conversion changed, or None. Floats may lose digits, but not become infinite."""
     # numpy calls 64-bit integers safe in FP64, which has 53 bits for them.
     large = array.dtype.kind in "iu" and array.dtype.itemsize == 8
     safe = datatype != "BF16" and not large and np.can_cast(array.dtype, converted.dtype, "safe")

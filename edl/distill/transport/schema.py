@@ -72,7 +72,8 @@ def choose_priority(
         beyond = f"it has {levels} priority levels, but priority={wanted} is requested: {levels} is used"
         return RequestPriority(min(wanted, levels), warning=beyond if wanted > levels else "")
     warning = "" if levels else "it has no priority levels: its own clients wait behind our pending requests"
-    rows = max(1, max_batch // _SHARE) if max_batch else 0  # one instance is left to its own clients
+    # One of several instances is left to the server's own clients.
+    rows = max(1, max_batch // _SHARE) if max_batch else 0
     return RequestPriority(levels, rows, max(1, instances - 1), warning)
 
 

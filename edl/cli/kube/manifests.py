@@ -42,6 +42,9 @@ _CONTAINER: Final = "edl"
 _GPU: Final = "nvidia.com/gpu"
 _VOLUME: Final = "edl-script"
 _TYPES: Final = {(item.api_version, item.kind): item for item in (ELASTIC_JOBS, TEACHER_POOLS, CONFIG_MAPS)}
+_INT: Final = r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)"  # as go-yaml, which kubectl uses
+_FLOAT: Final = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_PREFIXES: Final = {"0b": 2, "0o": 8, "0x": 16}
 _PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
 """Strings that every YAML parser reads as strings without quotes; kubectl reads 1e-3 and y as number and boolean."""
 
@@ -397,12 +400,16 @@ def _load_all(path: str) -> list[Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        """Reads days as text, as kubectl does."""
+        """Reads numbers as kubectl does. PyYAML reads 12:30 as 750, a day as a date, and 1e-3 as a string."""
 
     Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+        first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    for tag, pattern in (("int", _INT), ("float", _FLOAT)):
+        whole = re.compile(rf"(?:{pattern})\Z")
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, list("-+.0123456789"))
+    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _parse_int(loader.construct_scalar(node)))
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except OSError as exc:
@@ -415,6 +422,13 @@ def _load_all(path: str) -> list[Any]:
     except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as exc:
         raise SettingsError(f"{path} is not a YAML manifest: {exc}") from exc
     return documents
+
+
+def _parse_int(spelled: str) -> int:
+    digits = spelled.replace("_", "").lstrip("+-")
+    base = _PREFIXES.get(digits[:2], 8 if digits.startswith("0") and digits != "0" else 10)
+    number = int(digits[2:] if digits[:2] in _PREFIXES else digits, base)
+    return -number if spelled.startswith("-") else number
 
 
 def _check_kind(path: str, number: int, item: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a store's URL says. A new scheme goes into `_SCHEMES`, `_EXAMPLES`, `_PORTS` and `edl.discovery.urls`."""
+"""Parses the URLs of stores. A new scheme goes into `_SCHEMES`, `_EXAMPLES`, `_PORTS` and `edl.discovery.urls`."""
 
 from __future__ import annotations
 

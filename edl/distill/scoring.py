@@ -489,7 +489,7 @@ def on_policy(
 
     Raises:
         SettingsError: `ahead` is below 0.
-        SourceError: Prompts or sequences were changed meanwhile.
+        SourceError: Prompts or sequences were changed during the call.
         EDLError: The future of `Scorer.score` failed.
     """
     if ahead < 0:

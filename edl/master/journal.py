@@ -281,7 +281,7 @@ class SqliteJournal(Journal):
 
 _CHUNK: Final = 128
 """Values per folder, read together: one by one, each takes a millisecond. At most 24 MB; etcd's client allows 64."""
-_MOST_VALUES: Final = 2000  # of records until a snapshot is due: the next writer reads so many in about a second
+_MOST_VALUES: Final = 2000  # of records until a snapshot is due: the next writer reads these in about a second
 _TAIL: Final = 16
 """Values deleted after the last group of an earlier term: its writer may have died while writing one of up to 3 MB."""
 _FORMAT: Final = 1

@@ -104,7 +104,7 @@ class PhaseObserver:
         return phase
 
     def check_pool(self, pool: Target, found: Object | None) -> None:
-        """Note that a pool is refused, or that its teachers do not start: the resource may wait for them in vain."""
+        """Note that a pool is refused, or that its teachers do not start: the resource may wait for them forever."""
         item = decode_workload(pool.kind, found) if found is not None else None
         accepted, ready = (item.condition(kind) if item is not None else None for kind in ("Accepted", "Ready"))
         trouble = accepted if accepted is not None and accepted.status == "False" else ready

@@ -306,7 +306,7 @@ class WorkloadStatus:
     def _read_store(
         self, status: dict[str, Any], spec: dict[str, Any], item: KubernetesWorkload
     ) -> tuple[JobStatus | None, str]:
-        """Read the job's store. It may be unreachable from here, which is no error of the job."""
+        """Read the job's store. It may be unreachable from here, which is not an error of the job."""
         url = self._store_url or status.get("store") or spec.get("store")
         if item.kind != "job" or not item.job_id or not isinstance(url, str) or not url:
             return None, ""

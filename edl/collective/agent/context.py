@@ -124,7 +124,7 @@ def store_last_state(
 
 
 def note_unstored_state(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
-    """Mark the folder as holding an unstored last state of a finished job, in case the agent is killed meanwhile."""
+    """Mark the folder as holding an unstored last state of a finished job, in case the agent is killed first."""
     if shutdown.joined and shutdown.code == ExitCode.DONE and spec.checkpoint and spec.resumable:
         with contextlib.suppress(OSError):  # no room: the state is still stored, unless the agent is killed
             host.unstored = True

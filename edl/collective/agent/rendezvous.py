@@ -98,7 +98,7 @@ def next_world(
 
 
 def failed_world(world: World, message: str, cause: str = "", rank: int = -1) -> World:
-    """Return the record of a job that the user's code ended on `rank`. Of a long message, the middle is left out."""
+    """Return the record of a job that the user's code ended on `rank`. The middle of a long message is left out."""
     kept = message
     if len(message) > _MESSAGE_CHARS:
         kept = f"{message[: _MESSAGE_CHARS // 4]}\n[...]\n{message[-_MESSAGE_CHARS * 3 // 4 :]}"
@@ -148,7 +148,7 @@ def _changed(
 
 
 def _unpaused(world: World) -> World | None:
-    """Withdraw a pause when no node wants to join or leave any more; paused workers then continue."""
+    """Withdraw a pause once no node wants to join or leave; paused workers then continue."""
     return replace(world, pause_at=None) if world.pause_at is not None else None
 
 

@@ -8,7 +8,7 @@ of `int` or `dict` would be restored as a different type.
 The metadata of a saved state is a tree of such values and a table of the tensors, the same in slots, in storage and in
 messages to other ranks.
 
-No library encodes these: msgpack and its like need the same hooks for each type, and pickle, which
+No library encodes these: msgpack and similar formats need the same hooks for each type, and pickle, which
 `torch.load(weights_only=True)` restricts, does not support parts that are stored elsewhere.
 """
 

@@ -138,7 +138,7 @@ class AuthenticatedConnection:
         return data
 
     def send_bulk(self, parts: Iterator[bytes | memoryview]) -> None:
-        """Send pieces of bytes that do not change meanwhile. The other side can trust them once all were sent."""
+        """Send pieces of bytes that do not change during the call. The other side can trust them once all were sent."""
         mac = self._next_sent()
         with self._hashing(mac) as add:
             for part in parts:

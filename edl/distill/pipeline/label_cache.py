@@ -319,6 +319,6 @@ class CacheQueue:
         return 0.0
 
     def _report(self, words: str, exc: Exception | None = None) -> None:
-        if words not in self._reported and len(self._reported) < 64:  # nobody would read more
+        if words not in self._reported and len(self._reported) < 64:  # more would flood the log
             self._reported.add(words)
             logger.warning("%s", words, exc_info=exc)

@@ -164,7 +164,7 @@ class TensorChannel:
             what = f"an answer of {nbytes:,} bytes, at most {self._max_answer_nbytes:,}: see Options(max_answer_bytes=)"
             request.done(RequestFailure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {what} (request {number:016x})"))
             return False
-        return request is not None  # otherwise nobody waits for its answer any more
+        return request is not None  # otherwise its answer is no longer awaited
 
     def _take(self, kind: int, number: int, body: memoryview) -> None:
         request = self._waiting.pop(number, None)

@@ -446,7 +446,7 @@ class ReplyReader:
     def _version(self, named: str) -> str:
         """Return an answer's version, given the version that it names; empty if unknown.
 
-        gRPC may reconnect to a server that took over the address, and foreign servers may load new versions meanwhile.
+        gRPC may reconnect to a server that took over the address, and foreign servers may load versions at any time.
         """
         asked, expected = self._output_spec.version, self.spec.version
         unnamed = not named and not self.spec.versions and bool(asked)  # `version=` replaces it

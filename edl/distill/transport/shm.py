@@ -246,6 +246,6 @@ def is_about_memory(failure: RequestFailure, name: str) -> bool:
 
 
 def _is_known_already(exc: RequestFailed) -> bool:
-    """Return whether the name is registered: by this student on an earlier connection, since nobody else knows it."""
+    """Return whether the name is registered: by this student on an earlier connection, the only one that knows it."""
     cause = exc.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.ALREADY_EXISTS

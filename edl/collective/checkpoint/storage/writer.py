@@ -82,7 +82,7 @@ class CheckpointWriter:
         """Store the newest state, `marked` or any, that all of `slots` hold and that was not stored yet.
 
         Returns the step, and whether the checkpoint is complete or lacks other nodes' parts. None if nothing was
-        stored: there was nothing, the run has no name, the fence refused, or a newer state was marked meanwhile.
+        stored: there was nothing, the run has no name, the fence refused, or a newer state has been marked.
 
         Raises:
             TemporaryError: The storage failed, there was too little memory, or the state was overwritten too soon.

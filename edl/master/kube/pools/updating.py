@@ -57,7 +57,7 @@ def list_places(pool: TeacherPool) -> frozenset[str]:
     return frozenset({hash_place(pool), *(place for place in former if isinstance(place, str))})
 
 
-_RESTART_S: Final = 600.0  # a restarted container counts as failing for so long: enough to load a large model
+_RESTART_S: Final = 600.0  # a restarted container counts as failing for this long, enough to load a large model
 _TEACHER: Final = re.compile(r"teacher-[0-9]{1,9}")
 STEADY_S: Final = 10.0  # of readiness until a successor counts: a student's first request may end it
 

@@ -37,7 +37,7 @@ def measure(options: Options) -> dict[str, list[float]]:
         environ["PYTHONPATH"] = os.pathsep.join([str(_EXAMPLE), str(ROOT), os.environ.get("PYTHONPATH", "")])
         shards = 3 if options.quick else 12
         prepare = [sys.executable, str(_EXAMPLE / "prepare.py"), str(shards * _SHARD)]
-        subprocess.run(prepare, cwd=folder, env=environ, check=True, stdout=sys.stderr)
+        subprocess.run(prepare, cwd=folder, env=environ, check=True, stdout=sys.stderr, timeout=600)
         sides = {"plain": functools.partial(_plain, folder, environ)}
         for count in range(1, min(3, os.cpu_count() or 1) + 1):
             sides[_WORDS[count]] = functools.partial(_workers, count, folder, environ)
@@ -47,7 +47,7 @@ def measure(options: Options) -> dict[str, list[float]]:
             rounds = take_turns(sides, options.repeats)
         finally:
             master.terminate()
-            master.wait()
+            master.wait(60)
     return {side: divide(rates, rounds["plain"]) for side, rates in rounds.items() if side != "plain"}
 
 
@@ -56,7 +56,7 @@ def _workers(count: int, folder: Path, environ: Mapping[str, str]) -> float:
     job = f"bench-{secrets.token_hex(4)}"
     run = [sys.executable, "-m", "edl", "run", "--rdzv-id", job, "--nproc-per-node", str(count)]
     command = [*run, str(_EXAMPLE / "train.py"), "--batch", str(_BATCH)]
-    done = subprocess.run(command, cwd=folder, env=environ, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=folder, env=environ, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
     return _median([float(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) rows/s", done.stdout)])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class Checkpointer:
         overhead: float | None = None,
         interval_s: float | None = None,
         interval_steps: int | None = None,
-        storage: str | None = None,
+        storage: str | os.PathLike[str] | None = None,
         storage_interval_s: float | None = None,
         keep: int = 3,
         overlap: Literal[False] = False,
@@ -157,10 +158,12 @@ class Checkpointer:
         self._marked_for_storage = False
         self._training = False
         self._closed = False
-        agents_storage = read("EDL_CHECKPOINT", str)
+        agents_storage = read("EDL_CHECKPOINT", absolute_url)
         if storage is not None and read("EDL_BOARD", str) is not None and absolute_url(storage) != agents_storage:
             where = agents_storage or "nowhere"
-            raise SettingsError(f"storage={storage!r}, but the agent stores at {where}: use edl run --checkpoint")
+            raise SettingsError(
+                f"storage={os.fspath(storage)!r}, but the agent stores at {where}: use edl run --checkpoint"
+            )
         self._storage = absolute_url(storage) if storage else agents_storage
         self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
         self._stored_at = time.monotonic()
@@ -214,13 +217,30 @@ class Checkpointer:
         self._step = self._saved = step
         self._training = step >= reached
         self._status_page.enter_phase(Phase.TRAIN if self._training else Phase.ROLLBACK)
-        if restored is not None:
+        if restored is None:
+            self._warn_if_lost(reached)
+        else:
             logger.info("restored the state after step %d, saved by %d ranks", step, restored.world)
             if restored.world != world_of(self._group):
                 self.state.adjust(WorldChange(restored.world, world_of(self._group), step))
         if evaluate:
             self.finish_evaluations()
         return step
+
+    def _warn_if_lost(self, reached: int) -> None:
+        """Warn that training begins again if earlier workers finished step `reached` on any node. Collective."""
+        if self.generation == 0:
+            return
+        if world_of(self._group) > 1:
+            (reached,) = all_reduce_max([reached], self._group)
+        if reached >= 0 and rank_of(self._group) == 0:
+            remedy = "a shorter --checkpoint-interval" if self._storage else "edl run --checkpoint URL"
+            logger.warning(
+                "the job had reached step %d, but no complete state is left in memory%s: training begins again. Shards "
+                "are lost with a node unless a replica on another node (`edl status` shows its age) or the storage has "
+                "them: use %s",
+                *(reached, " or on storage" if self._storage else "", remedy),
+            )
 
     def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
         """Save the state after step `step` if a save is due. Every rank calls this after every step.
@@ -240,7 +260,10 @@ class Checkpointer:
         """
         self._check_open()
         if step < self._step:
-            raise SettingsError(f"save({step}) after step {self._step}: count steps from 0, and on over all epochs")
+            raise SettingsError(
+                f"save({step}) after step {self._step}: begin with the step after the one that restore() returned (0 "
+                "at first), and count on over all epochs, also if the script itself returns to an earlier state"
+            )
         self._drop_failed_evaluations(step)
         self._step = step
         self._status_page.finish_step(step, samples)

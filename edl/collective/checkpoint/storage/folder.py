@@ -218,9 +218,11 @@ def _translated() -> Iterator[None]:
         raise OSError(f"{type(exc).__name__}: {exc}") from exc
 
 
-def absolute_url(url: str) -> str:
+def absolute_url(url: str | os.PathLike[str]) -> str:
     """Return the URL or path such that it names the same folder after the script has changed its working directory."""
-    return url if not url or "://" in url or url.startswith("~") else str(Path(url).absolute())
+    url = os.fspath(url)
+    # fsspec takes file:/folder and local:/folder too, without `://`, and expands ~ itself.
+    return url if not url or "://" in url or url.startswith(("~", "file:", "local:")) else str(Path(url).absolute())
 
 
 class CheckpointFolder:

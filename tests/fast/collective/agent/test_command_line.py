@@ -105,12 +105,12 @@ def test_wrong_usage(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("url", ["kept", "s3://bucket/kept"])
+@pytest.mark.parametrize("url", ["kept", "s3://bucket/kept", "file:/kept"])
 def test_scripts_may_change_the_folder(url: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folders[0])
     with ExitStack() as stack:
         spec = _launch(parse_options(["--checkpoint", url, "train.sh"], None), {}, "sqlite:///store", stack)
-    assert spec.checkpoint == (url if "://" in url else str(folders[0] / url))
+    assert spec.checkpoint == (url if ":" in url else str(folders[0] / url))
 
 
 def test_nobody_joins_a_job_without_a_name(folders: tuple[Path, Path]) -> None:

@@ -147,6 +147,25 @@ def test_lost_steps_are_rolled_back(tmp_path: Path, agent: WorkerStatusPage) -> 
         assert phases == [Phase.ROLLBACK, Phase.ROLLBACK, Phase.TRAIN]
 
 
+@pytest.mark.parametrize(("generation", "reached", "lost"), [("1", 6, True), ("1", -1, False), ("0", 6, False)])
+def test_lost_state_is_reported(
+    generation: str,
+    reached: int,
+    lost: bool,
+    tmp_path: Path,
+    agent: WorkerStatusPage,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("EDL_GENERATION", generation)
+    agent.finish_step(reached)
+    with worker(tmp_path, State(epoch=0)) as checkpointer:
+        assert checkpointer.restore() == -1
+    warnings = [record.getMessage() for record in caplog.records if "training begins again" in record.getMessage()]
+    assert len(warnings) == lost
+    assert all("reached step 6" in line and "edl run --checkpoint" in line for line in warnings)
+
+
 def test_pause_saves_and_waits(tmp_path: Path, agent: WorkerStatusPage) -> None:
     agent.request_pause(2)
     with worker(tmp_path, State(epoch=0), interval_steps=100) as checkpointer:

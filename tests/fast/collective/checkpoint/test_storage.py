@@ -297,6 +297,16 @@ def test_worker_stores_without_an_agent(tmp_path: Path, url: str) -> None:
         assert checkpointer.state.epoch == 3
 
 
+def test_storage_may_be_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer(job(3), storage=Path("kept")) as checkpointer:
+        checkpointer.save(0)
+    monkeypatch.setenv("EDL_CHECKPOINT", "kept")
+    with Checkpointer(job(5)) as checkpointer:
+        monkeypatch.chdir("/")
+        assert checkpointer.restore() == 0
+
+
 @pytest.mark.parametrize(
     ("stored", "order"),
     [

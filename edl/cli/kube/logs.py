@@ -429,7 +429,7 @@ class LogFollower:
 
 
 def _describe_wait(pod: MemberPod) -> str:
-    return pod.unschedulable or pod.waiting or pod.phase
+    return pod.no_node or pod.waiting or pod.termination.pod_reason or pod.phase
 
 
 # --- The command ---

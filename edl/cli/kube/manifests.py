@@ -25,7 +25,7 @@ from edl.errors import SettingsError
 from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS, ResourceType
 from edl.master.kube.members.naming import MANAGED_BY
-from edl.quoting import quote
+from edl.quoting import did_you_mean, quote
 
 SCRIPT_FOLDER: Final = "/edl/script"
 """Folder of the script in pods."""
@@ -465,11 +465,12 @@ def find_slips(manifest: Mapping[str, Any]) -> list[str]:
     """Describe misspelled fields of a job or pool, and values that should be text but are not."""
     spec = manifest.get("spec")
     template = spec.get("template") if isinstance(spec, Mapping) else None
-    names = [name for name in manifest if name not in _TOP]
-    if isinstance(template, Mapping):
-        names += [f"spec.template.{name}" for name in template if name not in ("metadata", "spec")]
-    unknown = [f"{quote(str(name))} is an unknown field, and would be dropped" for name in names]
-    return [*unknown, *_find_pod_slips(template, "V1PodTemplateSpec", "spec.template")]
+    slips = []
+    for path, found, known in (("", manifest, _TOP), ("spec.template.", template, ("metadata", "spec"))):
+        for name in (name for name in (found if isinstance(found, Mapping) else ()) if name not in known):
+            near = did_you_mean(str(name), known)
+            slips.append(f"{quote(f'{path}{name}')} is an unknown field, and would be dropped{near}")
+    return [*slips, *_find_pod_slips(template, "V1PodTemplateSpec", "spec.template")]
 
 
 def _find_pod_slips(found: Any, kind: str, path: str) -> Iterator[str]:

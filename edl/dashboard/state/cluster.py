@@ -147,7 +147,7 @@ def _pod_state(pod: MemberPod) -> tuple[str, str]:
     waits = ": ".join(filter(None, (pod.waiting, pod.waiting_message)))
     if pod.phase == "Running":
         return ("ready", "") if pod.ready else ("running", waits)
-    return ("starting", waits) if pod.scheduled else ("unscheduled", pod.unschedulable)
+    return ("starting", waits) if pod.scheduled else ("unscheduled", pod.no_node)
 
 
 MAX_JOBS: Final = 500

@@ -103,7 +103,8 @@ class MemberPod:
         container: name of its main container.
         phase: `status.phase`; `Pending` before one is written.
         ready_s: since when it is ready.
-        unschedulable: the scheduler's message about why the pod has no node.
+        no_node: why the pod has no node: the scheduler's message, or that of a gate, such as Kueue's.
+        unschedulable: the same, but only the scheduler's.
         delete_by_s: when its grace period is over.
         started_s: when its main container started.
         finished: its main container has ended, or the pod was given up before it started.
@@ -123,6 +124,7 @@ class MemberPod:
     phase: str = "Pending"
     ready: bool = False
     scheduled: bool = False
+    no_node: str = ""
     unschedulable: str = ""
     node: str = ""
     node_silent: bool = False
@@ -221,6 +223,8 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
     reason, words = ("", "") if "running" in state or terminated else _find_start_failure(pod, events)
     reason, words = (reason, words) if reason else (get_text(waiting, "reason"), get_text(waiting, "message"))
     node_silent = is_node_silent(pod)
+    no_node = get_text(scheduled, "message") or get_text(scheduled, "reason")
+    no_node = "" if node or scheduled.get("status") == "True" else no_node
     last = terminated or get_mapping(get_mapping(container, "lastState"), "terminated")
     agent = parse_termination_message(get_text(terminated, "message"))
     return MemberPod(
@@ -235,7 +239,8 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
         ready_s=_read_time(ready.get("lastTransitionTime")) if is_ready else None,
         restarts=_read_int(container.get("restartCount")) or 0,
         scheduled=bool(node),
-        unschedulable=get_text(scheduled, "message") if scheduled.get("reason") == "Unschedulable" and not node else "",
+        no_node=no_node,
+        unschedulable=no_node if scheduled.get("reason") == "Unschedulable" else "",
         node=node,
         node_silent=node_silent,
         deleting=bool(metadata.get("deletionTimestamp")),

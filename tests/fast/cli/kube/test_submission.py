@@ -26,6 +26,8 @@ from edl.cli.kube.manifests import (
 )
 from edl.cli.kube.sending import check_manifests
 from edl.errors import SettingsError
+from edl.master.kube.resources import parse_elastic_job, parse_teacher_pool
+from tests.cluster.machine import ROOT
 
 yaml = pytest.importorskip("yaml", reason="the extra kubernetes is not installed")
 
@@ -284,9 +286,10 @@ QUOTES = "0.001.*quote it"
     ("slip", "words"),
     [
         (lambda job: job["spec"].update(max_replicas=8), "did you mean 'maxReplicas'"),
+        (lambda job: job.update(sepc={}), "did you mean 'spec'"),
         (lambda job: job["spec"].update(zzz=1), "known fields: activeDeadlineSeconds, "),
         (lambda job: job["spec"].update(master={"enable": True}), r"spec.master.enable.*'enabled'"),
-        (lambda job: job["spec"]["template"].update(spce={}), "spec.template.spce"),
+        (lambda job: job["spec"]["template"].update(spce={}), "spec.template.spce.*did you mean 'spec'"),
         (lambda job: job["spec"]["template"]["spec"].update(nodeselector={}), "'nodeSelector'"),
         (lambda job: worker(job).update(imagee="i"), "'image'"),
         (lambda job: worker(job).update(gpu=1), "'resources.limits'"),
@@ -313,3 +316,18 @@ def test_amounts_and_new_fields_are_no_slips() -> None:
     (job,) = make_submission(OPTIONS, None)
     worker(job).update(resources={"limits": {"cpu": 2}}, fieldOfTomorrow=1)
     check_manifests([job])
+
+
+def test_known_fields_are_the_crds() -> None:
+    """`edl submit` refuses what the parser does not read, and the API server drops what the CRD lacks."""
+    for path in (ROOT / "serving/kube/chart/files").glob("*.edl.io.yaml"):
+        crd = yaml.safe_load(path.read_text())["spec"]
+        fields = crd["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+        parts = {name: field["properties"] for name, field in fields.items() if "properties" in field}
+        spec = {"bogus": 1} | {name: {"bogus": 1} for name in parts if name != "template"}
+        parse = parse_elastic_job if crd["names"]["kind"] == "ElasticJob" else parse_teacher_pool
+        found = parse({"metadata": {"name": "a"}, "spec": spec}, "edl://a:1", strict=True)
+        assert isinstance(found, tuple)
+        words = "; ".join(problem.message for problem in found)
+        for known in (fields, *(parts[name] for name in spec if name in parts)):
+            assert f"known fields: {', '.join(sorted(known))}" in words

@@ -33,7 +33,7 @@ from edl.cli.output import age
 from edl.dashboard.state import as_json
 from edl.dashboard.state.cluster import decode_workload
 from edl.discovery import open_store
-from edl.errors import AccessDeniedError, ConflictError, EDLError, KubernetesError, SettingsError
+from edl.errors import AccessDeniedError, ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import PODS, TEACHER_POOLS, ResourceType
@@ -123,8 +123,9 @@ def test_pod_says_what_it_waits_for() -> None:
         pod("a", 0, 0, phase="Pending", containerStatuses=[waiting]),
         pod("b", 1, 0, phase="Pending", conditions=[unscheduled]),
         pod("c", 2, 0, phase="Running"),
+        pod("d", 3, 0, phase="Pending", conditions=[{**unscheduled, "reason": "SchedulingGated", "message": "gated"}]),
     ]
-    del pods[1]["spec"]["nodeName"]
+    del pods[1]["spec"]["nodeName"], pods[3]["spec"]["nodeName"]
     pods[2]["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     item = decode_workload("job", job(phase="Pending"), pods)
     found = [(member.state, member.detail) for member in item.members]
@@ -132,6 +133,7 @@ def test_pod_says_what_it_waits_for() -> None:
         ("starting", "ImagePullBackOff: no such image"),
         ("unscheduled", words),
         ("ending", ""),
+        ("unscheduled", "gated"),
     ]
 
 
@@ -497,6 +499,15 @@ def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: p
     said = capsys.readouterr()
     assert "second" in said.out
     assert "worker-0: dial tcp: no route to host" in said.err
+
+
+def test_evicted_pod_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    evicted = member_pod(0, phase="Failed")
+    evicted["status"]["reason"] = "Evicted"
+    monkeypatch.setattr(logs, "list_pods", lambda client, target: [evicted])
+    cluster = FakeCluster(refuse(InvalidObjectError("no container")))
+    assert logs._show(cast(KubeClient, cluster), Target("job", "a", JOB), None, None, logs.LogScreen(prefix=True))
+    assert "has not started (Evicted)" in capsys.readouterr().err
 
 
 def test_pod_that_writes_on_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

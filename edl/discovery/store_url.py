@@ -70,7 +70,10 @@ class StoreUrl:
         if parts.path not in ("", "/") or parts.fragment or query or (parts.query and not dc):
             raise ValueError(f"expected only {_EXAMPLES[scheme]}")
         members = parts.netloc.split(",") if scheme in ETCD else [parts.netloc]
-        return cls(scheme, servers=tuple(_server(member.strip()) for member in members), dc=dc)
+        try:
+            return cls(scheme, servers=tuple(_server(member.strip()) for member in members), dc=dc)
+        except ValueError as exc:
+            raise ValueError(f"{exc}; expected {_EXAMPLES[scheme]}") from exc
 
 
 def identify_store(url: str) -> str:

@@ -78,7 +78,7 @@ class SoftLabelCache:
 
     ::
 
-        cache = SoftLabelCache(memory_bytes=4 << 30, path="labels", disk_bytes=100 << 30)
+        cache = SoftLabelCache(path="labels", disk_bytes=100 << 30)
         view = cache.view(CacheKey("resnet", "3", ("logits",), dataset="imagenet-train, no augmentation"))
         found = view.get(ids)
         if not found.complete:
@@ -88,7 +88,8 @@ class SoftLabelCache:
     be used in a forked child: open a new one there.
 
     Args:
-        memory_bytes: Bytes of the rows in memory, including bookkeeping, if there is no `path`.
+        memory_bytes: Bytes of the rows in memory, including bookkeeping, if there is no `path`. A full memory keeps its
+            rows and takes no new ones.
         path: The folder, created if missing; None to keep rows in memory. It must not be on a file system that several
             machines share, unless `EDL_SHARED_FILE` is set because only one of them uses it.
         disk_bytes: Bytes of the folder's database, at least 1 MiB; the oldest labels are deleted to make room. Its

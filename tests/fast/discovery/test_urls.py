@@ -34,10 +34,10 @@ def target(url: str, **environ: str) -> ConsulTarget:
         ("consul://", "a host is missing"),
         ("consul://host:8500/folder", "expected only consul://host:8500, with at most ?dc=NAME"),
         ("consul://host:8500?datacenter=x", "expected only consul://"),
-        ("etcd://a:2379,,b:2379", "has no host"),
+        ("etcd://a:2379,,b:2379", "has no host; expected etcd://host:2379,host2:2379"),
         ("etcd://host:2379?timeout=3", "expected only etcd://host:2379,host2:2379"),
         ("kubernetes://lab?context=a", "such as edl://edl-store.edl:29400"),
-        ("edl://host:port", "Port could not be cast"),
+        ("edl://host:port", "as 'port'; expected edl://host:29400"),
         ("edl://host/folder", "expected only edl://host:29400"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from edl.datasets import Dataset, Follower, FollowSettings, ShardSettings, open_
 from edl.discovery import Store, open_store
 from edl.discovery.served.addresses import is_loopback
 from edl.end_signals import collect_signals
-from edl.errors import ProtocolError, SettingsError
+from edl.errors import ConflictError, ProtocolError, SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
 from edl.master.naming import read_report, report_key
@@ -44,6 +45,14 @@ _ASK_S: Final = 10.0
 """Timeout for a leading master to put poisoned shards back, or to record that a source has grown."""
 _POISONED, _BY_SIGNAL = 3, 128
 """Exit codes: shards were given up; and, as in a shell, 128 plus the signal's number."""
+
+_OPTION_OF: Final = {
+    **dict.fromkeys(("kind", "location", "units"), "--data"),
+    **{name: "--" + name.replace("_", "-") for name in ("shard_size", "epochs", "shuffle", "seed", "max_failures")},
+    **dict.fromkeys(("session_s", "lease_s"), "--session"),
+    "commit": "--commit",
+}
+"""The option that sets a field of the data set's specification."""
 
 _DESCRIPTION = """\
 Hands out the data of a job to its workers in shards, each to a single worker at a time. It journals each action before
@@ -120,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
             logger.warning("stopped by %s; the same command continues from here", signal.Signals(caught[0]).name)
             return _BY_SIGNAL + caught[0]
         if master.failure is not None:
-            raise master.failure
+            raise _by_option(master.failure)
         return _conclude(options.job, master.status(), time.monotonic() - begun)
 
 
@@ -283,11 +292,22 @@ def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, Dat
     with MasterClient(job, url, timeout_s=_ASK_S, credentials=credentials) as client:
         for name, spec in specs.items():
             if client.describe_dataset(name) is not None:
-                client.create_dataset(name, spec)  # does nothing if it is the same
+                try:
+                    client.create_dataset(name, spec)  # does nothing if it is the same
+                except ConflictError as exc:
+                    raise _by_option(exc) from exc
         names = [str(dataset["name"]) for dataset in client.status()["datasets"]]
         for name in names:
             print(f"{name}: {client.retry_poisoned(name):,} shards put back")
     return 0
+
+
+def _by_option(failure: BaseException) -> BaseException:
+    """Return the error with the options' names in place of the specification's fields, where these differ."""
+    if not isinstance(failure, ConflictError):
+        return failure
+    fields = "|".join(_OPTION_OF)
+    return ConflictError(re.sub(rf"\b({fields})(?= is )", lambda found: _OPTION_OF[found[1]], str(failure)))
 
 
 def _conclude(job: str, status: dict[str, Any], seconds: float) -> int:

@@ -79,7 +79,7 @@ def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> N
     process = start(*DATA, "--stay")
     reader = ShardReader(client, "data", explicit=True)
     reader.report_failed(next(reader), "bad")
-    for other, words in ((("--data", "range:7"), "location is"), ((*DATA, "--session", "40"), "session_s is 30.0")):
+    for other, words in ((("--data", "range:7"), "--data is"), ((*DATA, "--session", "40"), "--session is 30.0")):
         code, _, err = finish(start("--retry-poisoned", *other))
         assert (code, f"a different specification: {words}" in err) == (1, True), err
     code, out, err = finish(start("--retry-poisoned"))

@@ -211,4 +211,4 @@ def _checked_id(sample_id: Any) -> int | str:
         raise SettingsError(f"sample id {sample_id!r}: must be an integer or a string")
     if isinstance(sample_id, int) and not 0 <= sample_id < _MOST_ID:
         raise SettingsError(f"sample id {sample_id}: integers must be from 0 to {_MOST_ID - 1}; use strings for others")
-    return sample_id
+    return str(sample_id) if isinstance(sample_id, str) else sample_id  # numpy's strings have another type

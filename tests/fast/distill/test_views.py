@@ -38,6 +38,7 @@ def test_seeds_are_those_of_every_version() -> None:
     """Written down: another derivation would give kept labels to other pixels."""
     assert [view_seed(0, 0), view_seed(7, 3, seed=5), view_seed("7", 3, seed=5), view_seed("a/ü.jpg", 65535)] == SEEDS
     assert view_seed(np.int32(7), 3, 5) == view_seed(7, np.int64(3), 5) == SEEDS[1]  # type: ignore[arg-type]
+    assert view_seed(np.str_("7"), 3, 5) == SEEDS[2]
     assert [view_id(0, 0), view_id(7, 3), view_id("7", 3), view_id(np.int16(1), 65535)] == [0, 458755, "7#3", 131071]  # type: ignore[arg-type]
     assert view_id((1 << 47) - 1, 65535) == (1 << 63) - 1
 

@@ -489,7 +489,7 @@ def on_policy(
 
     Raises:
         SettingsError: `ahead` is below 0.
-        SourceError: Prompts or sequences were changed during the call.
+        SourceError: There are fewer sequences than prompts, or prompts or sequences were changed during the call.
         EDLError: The future of `Scorer.score` failed.
     """
     if ahead < 0:
@@ -499,6 +499,7 @@ def on_policy(
     try:
         for number, batch in enumerate(SourceIterator(prompts)):
             sequences = generate(batch)
+            _check_generated(number, batch, sequences)
             values = None if find is None else find(batch)
             targets = [_next_tokens(sequence) for sequence in sequences] if teacher.targets else None
             future = teacher.score(sequences, targets=targets, route=values, timeout_s=timeout_s)
@@ -511,6 +512,17 @@ def on_policy(
     finally:
         for _, _, future, _ in waiting:
             future.cancel()
+
+
+def _check_generated(number: int, prompts: Any, sequences: Any) -> None:
+    """Check that there is a sequence for each prompt, if the type of the batch tells the number of prompts."""
+    texts = isinstance(prompts, list) and all(isinstance(prompt, str | list) for prompt in prompts)
+    least = len(prompts) if texts or getattr(prompts, "ndim", None) else 1
+    if hasattr(sequences, "__len__") and len(sequences) < least:
+        raise SourceError(
+            f"generate returned {len(sequences)} sequences for batch {number}, which has {least} prompts or more: "
+            "return at least one for each, in their order"
+        )
 
 
 def _next_tokens(sequence: Any) -> Array:

@@ -36,6 +36,12 @@ class CacheConfig:
     cache: SoftLabelCache
     dataset: str = ""  # distinguishes data sets, their versions and augmentations; see `CacheKey`
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache, SoftLabelCache):
+            raise SettingsError(
+                f"cache={self.cache!r}: expected an edl.distill.cache.SoftLabelCache, such as SoftLabelCache(path=...)"
+            )
+
 
 class SeenInputs:
     """Detects an id that is used for rows with different inputs in one run, such as a class number."""

@@ -256,6 +256,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DistillReader, {**READ, "ins": 3}, r"ins=3: name at least one input"),
     (DistillReader, {**READ, "ins": ["x", "x"]}, r"ins=\['x', 'x'\]: a name appears twice"),
     (distill, {**ASKED, "inputs": ["x", ""]}, r"inputs=\['x', ''\]: name at least one input"),
+    (DistillReader, {**READ, "cache": "labels", "id_field": 1}, "cache='labels': expected an edl.distill.cache.Soft"),
     (DistillReader, {**READ, "predicts": 3}, r"predicts=3: expected a list of output names"),
     (DistillReader, {**READ, "teachers": 3}, r"teachers=3: expected a service's name"),
     (DistillReader, {**READ, "teacher_batch_size": 0}, r"teacher_batch_size\)=0"),

@@ -108,6 +108,9 @@ def test_the_loop_is_so_far_ahead(model: Served, ahead: int) -> None:
         loop.close()
         loop = on_policy([[1, 2], [], [3]], lambda batch: [[token] for token in batch], scorer, timeout_s=DEADLINE_S)
         assert [len(labels) for _, _, labels in loop] == [2, 0, 1], "a batch may generate nothing"
+        loop = on_policy([["a", "b"]], lambda batch: [[1]], scorer)
+        with pytest.raises(SourceError, match="returned 1 sequences for batch 0, which has 2"):
+            next(loop)
         prompts = [[0]]
         loop = on_policy((prompts.__setitem__(0, [at]) or prompts for at in (1, 2)), list, scorer)
         with pytest.raises(SourceError, match="sequences of batch 0 changed"):

@@ -16,6 +16,7 @@ from net import FIELDS, NUMBERS, WideDeep, area_under_curve
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from edl.collective import Checkpointer, State
 from edl.datasets import load_dataset
@@ -37,8 +38,10 @@ def main() -> None:
             for total, ids, numbers, clicks in batches(table, options.batch, state.batches):
                 loss = binary_cross_entropy_with_logits(network(ids, numbers), clicks, reduction="sum") / total
                 loss.backward()
-                for parameter in network.deep.parameters():
-                    dist.all_reduce(parameter.grad)
+                gradients = [parameter.grad for parameter in network.deep.parameters()]
+                together = parameters_to_vector(gradients)
+                dist.all_reduce(together)
+                vector_to_parameters(together, gradients)
                 optimizer.step()
                 optimizer.zero_grad()
                 network.table.update(options.lr)

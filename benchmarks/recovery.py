@@ -10,6 +10,9 @@ groups and is compared with three nodes of `edl run`.
 - `..._dynamic_rendezvous`: the same if torchrun's store outlives the nodes, for a node that dies or joins.
 - `lost_host_s`, `killed_host_s`: all packets of one of three hosts are dropped, or its processes are killed.
 - `p50_s`, `p99_s`, `max_s`, `hangs`: over many consecutive kills, at any moment of a step.
+- `bare_p50_s`, `bare_p99_s`: what forked ranks need without EDL: a process that has imported torch forks three, which
+  form a group, build the model, copy a state from memory and finish a step. `vs_bare` divides this time by that of
+  `edl run`, which also notices the death and agrees on a new group.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import _launchers as launchers
-from benchmarks._child import ROOT
+from benchmarks._child import ROOT, Child
 from benchmarks._elastic_events import ADVERSARIES, Event, Outcome, get_over, join, kill_node, kill_rank
 from benchmarks._elastic_job import Hang, Job
 from benchmarks._elastic_network import Network
@@ -221,6 +224,11 @@ def _torchft_name(join_timeout_s: float) -> str:
     return f"torchft, join timeout {join_timeout_s:g} s"
 
 
+def _bare_s(bare: Child) -> float:
+    """How long three forked ranks take to their first step, without EDL."""
+    return float(bare.ask(width=_WIDTH, sleep_s=_SLEEP_S, ranks=_RANKS)["seconds"])
+
+
 def _import_s() -> float:
     """How long a new worker of torchrun takes to import what it trains with."""
     begin = time.monotonic()
@@ -233,10 +241,13 @@ def measure(options: Options, kills: int = _DEFAULT_KILLS) -> dict[str, list[flo
     sides = _sides(options.quick)
     each = 1 if options.quick else 3
     turns: dict[str, Callable[[], float]] = {name: partial(side.seconds, each) for name, side in sides.items()}
-    rounds = take_turns({**turns, "imports": _import_s}, options.repeats)
+    with Child([sys.executable, "-m", "benchmarks._elastic_bare"]) as bare:
+        turns["bare"] = lambda: statistics.median(_bare_s(bare) for _ in range(each))
+        rounds = take_turns({**turns, "imports": _import_s}, options.repeats)
     forked = sides["edl run"]
     figures = {"sooner": divide(rounds["torchrun"], rounds["edl run"])}
     workers_s = [whole - imports for whole, imports in zip(rounds["torchrun"], rounds["imports"], strict=True)]
+    figures["vs_bare"] = divide(rounds["bare"], rounds["edl run"])
     figures["sooner_without_imports"] = divide(workers_s, rounds["edl run"])
     if _RAY_TRAIN in rounds:
         figures["vs_ray_train"] = divide(rounds[_RAY_TRAIN], rounds["edl run"])
@@ -347,10 +358,13 @@ def _many(side: Kills, kills: int) -> dict[str, list[float]]:
     if not kills:
         return {}
     side.hangs = 0
+    with Child([sys.executable, "-m", "benchmarks._elastic_bare"]) as bare:
+        bare_s = sorted(_bare_s(bare) for _ in range(kills))
     seconds = sorted(outcome.seconds for outcome in side.run(kills))
-    p99 = seconds[min(len(seconds) - 1, round(0.99 * len(seconds)))]
+    p99, bare_p99 = (all_s[min(kills - 1, round(0.99 * kills))] for all_s in (seconds, bare_s))
     note(f"{side.name}, {kills} kills: {Spread.of(seconds)} s, p99 {p99:.3g} s, {side.hangs} hung.\n")
     figures = {"p50_s": statistics.median(seconds), "p99_s": p99, "max_s": seconds[-1], "hangs": float(side.hangs)}
+    figures |= {"bare_p50_s": statistics.median(bare_s), "bare_p99_s": bare_p99}
     return {key: [value] for key, value in figures.items()}
 
 

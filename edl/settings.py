@@ -276,7 +276,7 @@ class Credentials:
             if isinstance(value, os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
             elif value is not None and (not isinstance(value, str) or not value):
-                raise SettingsError(f"{name} must be text that is not empty, or None")
+                raise SettingsError(f"{name} must be non-empty text or None")
         if bool(self.cert) != bool(self.key):
             there, missing = ("certificate", "key") if self.cert else ("key", "certificate")
             raise SettingsError(

@@ -284,7 +284,7 @@ def _check_known(job: str, url: str, credentials: Credentials, journal: str) -> 
         known = sorted(entry.key.removeprefix(reports) for entry in store.list(reports))
     if job not in known:
         near = did_you_mean(job, known) or f"; known jobs: {listed(known) or 'none'}"
-        raise SettingsError(f"--retry-poisoned: no master has run a job {job!r} here{near}")
+        raise SettingsError(f"--retry-poisoned: no master has run a job named {job!r} here{near}")
 
 
 def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, DatasetSpec]) -> int:

@@ -472,7 +472,7 @@ class NumberedDataset(Dataset):
         if is_named and (self._samples is None or self.grows is not isinstance(self._samples, Source)):
             raise SettingsError(
                 f"your own code makes the samples of {self.kind}:{shown(location)}: pass samples={location!r}, or the "
-                f"object itself. EDL imports no code because a message names it"
+                f"object itself. EDL does not import code merely because a message names it"
             )
         if self.grows:
             self._counted = 0

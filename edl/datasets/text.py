@@ -374,7 +374,8 @@ def _check_encoding(options: dict[str, Any]) -> None:
         raise SettingsError(f"encoding={encoding!r}, errors={errors!r}: {exc}") from exc
     if not is_plain:
         raise SettingsError(
-            f"encoding={encoding!r}: the ends of lines cannot be found in its bytes; convert the file to UTF-8"
+            f"encoding={encoding!r}: line endings cannot be found in the bytes of this encoding; convert the file to "
+            "UTF-8"
         )
 
 

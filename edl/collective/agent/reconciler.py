@@ -376,7 +376,7 @@ class NodeReconciler:
             restart = f"a GPU of {self._context.id} failed"
             self._departure = Departure(ExitCode.FAULTY_NODE, "its GPU failed", restart, remedy)
         else:
-            logger.error("%s: this node leaves, to be started with more memory", decision.restart)
+            logger.error("%s: this node leaves, so that it can be restarted with more memory", decision.restart)
             self._context.status.record_event("restart", decision.restart, self._worker_group.generation)
             restart = f"{self._context.id} left: it had too little memory"
             remedy = "start this node again with more memory"

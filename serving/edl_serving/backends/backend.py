@@ -99,7 +99,7 @@ class TensorSpec:
             raise SettingsError(f"tensor {self.name!r}: {exc}") from exc
         bad = [size for size in self.shape if size != -1 and size <= 0]
         if bad:
-            raise SettingsError(f"tensor {self.name!r}: shape {list(self.shape)} has a size of {bad[0]}")
+            raise SettingsError(f"tensor {self.name!r}: shape {list(self.shape)} has a dimension of size {bad[0]}")
 
 
 class TopKArrays(NamedTuple):

@@ -157,7 +157,7 @@ def test_node_without_memory_leaves(tmp_path: Path, limits: list[MemoryLimit]) -
         limits[place].limit()
         at = job.tell(1, "eat")
         assert small.wait() == 137
-        assert "this node leaves, to be started with more memory" in small.output
+        assert "this node leaves, so that it can be restarted with more memory" in small.output
         message = read(log)
         assert "too little memory" in message.pop("message")
         assert message.pop("oom_kills") >= 1

@@ -269,8 +269,8 @@ class StateRestore:
         lacking = sorted(meta.per_rank & set(state)) if not local else ()
         if lacking:
             raise SettingsError(
-                f"field {lacking[0]} of the State is each rank's own position in its data, and another world saved it: "
-                "continuing would repeat some samples and leave out others. Start as many workers as before, or use "
+                f"field {lacking[0]} of the State is each rank's own position in its data, and was saved with a "
+                "different number of ranks: continuing would repeat some samples and skip others. Start as many workers as before, or use "
                 "ElasticSampler, whose position is valid for any number of workers"
             )
         self._state = state

@@ -243,7 +243,7 @@ class LanguageModelBackend(TokenBackend):
             raise SettingsError(f"--hf: {kind} lets tokens attend to later ones: serve it with --task masked-lm")
         if packing and not (causal and probes.keeps_packed_apart(self._model, self._vocabulary, length)):
             raise SettingsError(
-                f"--packing: {kind} does not keep packed sequences apart by their positions: leave the flag out, and "
+                f"--packing: {kind} does not keep packed sequences apart by their positions: without the flag, "
                 "sequences of similar length are computed together"
             )
         self._plain_head = causal and probes.has_plain_head(self._model, self._vocabulary, length)

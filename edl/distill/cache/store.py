@@ -322,7 +322,8 @@ class CacheView:
             if merged is None:
                 remedy = "use a new `dataset` tag" + (f", or delete {cache.path}" if cache.path is not None else "")
                 raise SettingsError(
-                    f"soft labels do not match the cache: rows are {layout}, but earlier rows were {space.layout}: {remedy}"
+                    f"soft labels do not match the cache: rows are {layout}, but earlier ones were {space.layout}: "
+                    f"{remedy}"
                 )
             space.layout = merged
         if records:

@@ -270,8 +270,8 @@ class StateRestore:
         if lacking:
             raise SettingsError(
                 f"field {lacking[0]} of the State is each rank's own position in its data, and was saved with a "
-                "different number of ranks: continuing would repeat some samples and skip others. Start as many workers as before, or use "
-                "ElasticSampler, whose position is valid for any number of workers"
+                "different number of ranks: continuing would repeat some samples and skip others. Start as many "
+                "workers as before, or use ElasticSampler, whose position is valid for any number of workers"
             )
         self._state = state
         self._meta = meta

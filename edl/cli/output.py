@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 from rich.text import Text
+
+from edl.errors import EDLError, SettingsError
 
 T = TypeVar("T")
 
@@ -42,35 +44,49 @@ def table(headings: Sequence[str], rows: Iterable[Iterable[str | Text]], numbers
 
 
 def show_looks(
-    looks: Iterable[T],
+    read: Callable[[], T],
     view: Callable[[T], RenderableType],
     to_json: Callable[[T], str] | None,
     width: int,
     *,
-    facts: Callable[[T], object] | None = None,
+    every_s: float | None = None,
+    is_over: Callable[[T], bool] = lambda look: False,
+    facts: Callable[[T], object] = lambda look: look,
 ) -> None:
-    """Show each look: in place on a terminal, otherwise one below the other, or with `to_json` as lines of JSON.
+    """Show what `read` returns: once or, with `every_s`, whenever its `facts` change, until `is_over`.
 
-    With `facts`, a look that is not shown in place is skipped if its facts equal the last one's.
+    Looks are shown in place on a terminal, otherwise one below the other, or with `to_json` as lines of JSON. If a
+    later read fails, the reason is shown with the last look (beside JSON, on standard error), and only SettingsError
+    ends the loop.
     """
     screen = console(width)
     with contextlib.ExitStack() as stack:
         live = None
-        if screen.is_terminal and to_json is None and isinstance(looks, Iterator):
+        if every_s is not None and screen.is_terminal and to_json is None:
             live = stack.enter_context(Live(console=screen, auto_refresh=False))
-        last: object = None
-        for look in looks:
+        look, trouble = read(), ""
+        seen: object = None
+        while True:
+            whole = Group(view(look), *([Text(printable(trouble), "bold red")] if trouble else []))
             if live is not None:
-                live.update(view(look), refresh=True)
-                continue
-            if facts is not None:
-                if facts(look) == last:
-                    continue
-                last = facts(look)
-            if to_json is not None:
-                print(to_json(look), flush=True)
-            else:
-                screen.print(view(look))
+                live.update(whole, refresh=True)
+            elif (facts(look), trouble) != seen:
+                seen = facts(look), trouble
+                if to_json is None:
+                    screen.print(whole)
+                elif trouble:
+                    print(printable(trouble), file=sys.stderr)
+                else:
+                    print(to_json(look), flush=True)
+            if every_s is None or is_over(look):
+                return
+            time.sleep(every_s)
+            try:
+                look, trouble = read(), ""
+            except SettingsError:
+                raise
+            except EDLError as exc:
+                trouble = f"last known state: {exc}"
 
 
 ShowProgress: TypeAlias = Callable[[int, int | None, str], None]

@@ -22,7 +22,7 @@ from edl.dashboard.state import as_json
 from edl.dashboard.state.jobs import read_job_status
 from edl.dashboard.state.schema import DatasetStatus, JobStatus, MasterStatus, PoisonedShard
 from edl.discovery import Store, open_store
-from edl.errors import DiscoveryError, KubernetesError, PermanentError, ProtocolError, SettingsError
+from edl.errors import KubernetesError, PermanentError, ProtocolError, SettingsError
 from edl.master.kube.operator.owner_keys import delete_job_keys
 from edl.settings import DiscoverySettings
 
@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("job", metavar="JOB", help="name of the job (`edl run --rdzv-id`)")
     parser.add_store_option()
-    add("--watch", action="store_true", help="refresh every second until the job ends or Ctrl-C")
+    add("--watch", action="store_true", help="refresh until the job ends or Ctrl-C")
     add("--json", action="store_true", help="print JSON")
     add("--forget", action="store_true", help="delete the records of a job that has no agents or master")
     add("--kube", action="store_true", help="look in Kubernetes; JOB is NAME, job/NAME or pool/NAME")
@@ -136,13 +136,17 @@ def main(argv: Sequence[str]) -> int:
         if options.forget:
             return _forget(store, options.job)
         try:
-            status = read_job_status(store, options.job, LAST_EVENTS)
+            show_looks(
+                lambda: read_job_status(store, options.job, LAST_EVENTS),
+                _shown,
+                _json if options.json else None,
+                _WIDTH,
+                every_s=_EVERY_S if options.watch else None,
+                is_over=lambda status: status.state in ("done", "failed", GAVE_UP),
+            )
         except SettingsError as exc:
             if options.store is not None or not _show_from_cluster(options, exc):
                 raise
-            return 0
-        looks = _looks(store, status) if options.watch else [(status, "")]
-        show_looks(looks, _view, (lambda look: _json(look[0])) if options.json else None, _WIDTH)
     return 0
 
 
@@ -180,24 +184,6 @@ def _json(status: JobStatus) -> str:
     fields = as_json(status)
     del fields["history"]
     return json.dumps(fields, allow_nan=False)
-
-
-def _looks(store: Store, status: JobStatus) -> Iterator[tuple[JobStatus, str]]:
-    """Yield the job until it ends, with any store error: an outage is reported but does not end it."""
-    trouble = ""
-    while True:
-        yield status, trouble
-        if status.state in ("done", "failed", GAVE_UP):
-            return
-        time.sleep(_EVERY_S)
-        try:
-            status, trouble = read_job_status(store, status.job, LAST_EVENTS), ""
-        except DiscoveryError as exc:
-            trouble = f"last known state: {exc}"
-
-
-def _view(look: tuple[JobStatus, str]) -> RenderableType:
-    return Group(_shown(look[0]), *([Text(printable(look[1]), "bold red")] if look[1] else []))
 
 
 def _shown(status: JobStatus) -> RenderableType:

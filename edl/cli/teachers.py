@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from rich.console import Console, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from edl.cli.output import console, printable, table
+from edl.cli.output import printable, show_looks, table
 from edl.command_line import CommandParser
 from edl.discovery import open_registry, open_store
 from edl.discovery.records import check_service
@@ -27,22 +26,13 @@ from edl.quoting import clip, did_you_mean, listed
 from edl.settings import DiscoverySettings
 
 _LOOK_S = 1.0
-"""Poll interval of `--watch` for all services; a single service is watched instead."""
+"""Refresh interval of `--watch`: teachers and students report their load about as often."""
 _STALE_S = 60.0
 """Age from which a wanted count is called old: a running advisor writes every few seconds."""
 _MOST_META, _MOST_NOTES = 48, 200
 """Characters of a teacher's metadata, and of its tags and metadata; all of them are in the JSON."""
 _WIDTH = 240
 """Characters of a line if the output is not a terminal."""
-_STYLES = {
-    "joined": ("+", "green"),
-    "left": ("-", "red"),
-    "lapsed": ("-", "red"),
-    "changed": ("~", "yellow"),
-    "rejected": ("!", "magenta"),
-    "stale": ("?", "bold red"),
-    "fresh": ("=", "green"),
-}
 
 _DESCRIPTION = """\
 Shows the teachers that are registered: where they are, what they serve, and whether they are ready or draining.
@@ -53,7 +43,7 @@ _EXAMPLES = """\
 examples:
   edl teachers                     all services in the default registry (your SQLite file)
   edl teachers digits              one service, with its load: "3 live; 2 students wait 31% of their time; 5 would do"
-  edl teachers digits --watch      a line for each join, leave and change of one service
+  edl teachers digits --watch      again on each join, leave and change, until Ctrl-C
   edl teachers --json | jq .       for programs; --watch: one JSON object per line
   edl teachers --store consul://10.0.0.7:8500"""
 
@@ -64,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("service", metavar="SERVICE", nargs="?", help="show only this service")
     parser.add_store_option("where teachers register")
-    add("--watch", action="store_true", help="print a line for each change, until Ctrl-C")
+    add("--watch", action="store_true", help="show changes until Ctrl-C")
     add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     if options.service is not None:
@@ -76,11 +66,35 @@ def main(argv: Sequence[str]) -> int:
         print(printable(f"No teacher is registered in {url}: there is no such file."))
         return 0
     with open_registry(url) as registry:
-        if options.watch:
-            _watch(registry, url, options.service, as_json=options.json)
-        else:
-            _show(registry, url, options.service, as_json=options.json)
+
+        def read() -> _Look:
+            names = (options.service,) if options.service else registry.services()
+            found = _Look(url, tuple(registry.snapshot(name) for name in names))
+            if options.service is None:
+                return found
+            view = look(url, found.snapshots[0])
+            if not options.watch:
+                _refuse_unknown(registry, url, found.snapshots[0], view)
+            return replace(found, view=view)
+
+        show_looks(
+            read,
+            _show,
+            _json if options.json else None,
+            _WIDTH,
+            every_s=_LOOK_S if options.watch else None,
+            facts=lambda found: found.snapshots,
+        )
     return 0
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What is registered at `url`; `view` is the load of a single service."""
+
+    url: str
+    snapshots: tuple[Snapshot, ...]
+    view: LoadView | None = None
 
 
 def _no_file(url: str) -> bool:
@@ -94,44 +108,40 @@ def _no_file(url: str) -> bool:
         return False  # opening it says why
 
 
-def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:
-    services = (service,) if service else registry.services()
-    snapshots = [registry.snapshot(name) for name in services]
-    view = None
-    if service:
-        ready = sum(instance.state == "ready" for instance in snapshots[0].instances)
-        view = look(url, service, ready, frozenset(instance.id for instance in snapshots[0].lapsed))
-        _refuse_unknown(registry, url, snapshots[0], view)
-    if as_json:
-        shown = [_snapshot_as_dict(snapshot) | (view.as_dict() if view else {}) for snapshot in snapshots]
-        print(json.dumps({"discovery": url, "services": shown}))
-        return
-    screen = console(_WIDTH)
-    if any(snapshot.instances or snapshot.lapsed for snapshot in snapshots):
-        screen.print(_teachers(snapshots))
+def _json(found: _Look) -> str:
+    load = found.view.as_dict() if found.view is not None else {}
+    shown = [_snapshot_as_dict(snapshot) | load for snapshot in found.snapshots]
+    return json.dumps({"discovery": found.url, "services": shown})
+
+
+def _show(found: _Look) -> RenderableType:
+    parts: list[RenderableType] = []
+    if any(snapshot.instances or snapshot.lapsed for snapshot in found.snapshots):
+        parts.append(_teachers(found.snapshots))
     else:
-        whom = f"of service {service!r} " if service else ""
-        screen.print(Text(printable(f"No teacher {whom}is registered in {url}.")))
-    for snapshot in snapshots:
+        whom = f"of service {found.snapshots[0].service!r} " if found.view is not None else ""
+        parts.append(Text(printable(f"No teacher {whom}is registered in {found.url}.")))
+    for snapshot in found.snapshots:
         if snapshot.lapsed:
             words = (
                 f"{snapshot.service}: lapsed registrations were not renewed in time: the process is dead or paused, or "
                 "cannot write to the registry. Students use such a teacher as long as it responds."
             )
-            screen.print(Text(printable(words), "red"))
+            parts.append(Text(printable(words), "red"))
         for bad in snapshot.rejected:
-            screen.print(Text(printable(f"left out: {snapshot.service}/{bad.id}: {bad.reason}"), "magenta"))
-        if snapshot.stale:
-            screen.print(Text(printable(f"{snapshot.service}: last known state; {snapshot.stale}"), "bold red"))
-    if view is not None and (view.load is None or view.load.students or view.load.teachers or snapshots[0].instances):
-        for part in view.renderables():
-            screen.print(part)
+            parts.append(Text(printable(f"left out: {snapshot.service}/{bad.id}: {bad.reason}"), "magenta"))
+    view = found.view
+    if view is not None and (
+        view.load is None or view.load.students or view.load.teachers or found.snapshots[0].instances
+    ):
+        parts += view.renderables()
+    return Group(*parts)
 
 
 def _refuse_unknown(registry: Registry, url: str, snapshot: Snapshot, view: LoadView) -> None:
     """Raise SettingsError for a service that the store has no record of: its name was probably mistyped."""
     load = view.load
-    if snapshot.instances or snapshot.lapsed or snapshot.rejected or snapshot.stale or view.wanted is not None:
+    if snapshot.instances or snapshot.lapsed or snapshot.rejected or view.wanted is not None:
         return
     if load is None or load.students or load.teachers:
         return
@@ -160,125 +170,10 @@ def _snapshot_as_dict(snapshot: Snapshot) -> dict[str, Any]:
 
     return {
         "service": snapshot.service,
-        "stale": snapshot.stale,
         "instances": [as_dict(instance) for instance in snapshot.instances],
         "lapsed": [as_dict(instance) for instance in snapshot.lapsed],
         "rejected": [asdict(bad) for bad in snapshot.rejected],
     }
-
-
-# --- Changes ---
-
-
-def _watch(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:
-    screen = console(_WIDTH)
-    if not as_json:
-        whom = f"service {service!r}" if service else "all services"
-        screen.print(Text(printable(f"Watching {whom} in {url}; Ctrl-C ends.")))
-    # An outage is printed here as a change, so discovery need not log it.
-    logging.getLogger("edl.discovery").addHandler(logging.NullHandler())
-    known: dict[str, Snapshot] = {}
-    for snapshot in _snapshots(registry, service):
-        now = time.time()
-        for change in changes(known.get(snapshot.service), snapshot):
-            if as_json:
-                print(json.dumps({"time": round(now, 3), **asdict(change)}), flush=True)
-            else:
-                _print_change(screen, now, change)
-        known[snapshot.service] = snapshot
-
-
-def _print_change(screen: Console, now: float, change: Change) -> None:
-    sign, style = _STYLES[change.kind]
-    clock = time.strftime("%H:%M:%S", time.localtime(now))
-    words = {
-        "stale": f"the registry does not respond; showing the last known list: {change.detail}",
-        "fresh": "the registry responds again",
-    }.get(change.kind, f"{change.kind}: {change.detail}")
-    name = f"{change.service}/{change.id}" if change.id else change.service
-    screen.print(Text(printable(f"{clock} {sign} {name} {words}"), style))
-
-
-def _snapshots(registry: Registry, service: str | None) -> Iterator[Snapshot]:
-    """Yield snapshots of a service, or of all current and future services, as they change."""
-    if service:
-        with registry.watch(service) as watch:
-            yield from watch
-        return
-    known: dict[str, Snapshot] = {}
-    while True:
-        try:
-            for name in sorted({*registry.services(), *known}):
-                known[name] = registry.snapshot(name)
-            yield from known.values()
-        except DiscoveryError as exc:  # it may be down for a while
-            if not known:
-                raise
-            yield from (replace(snapshot, stale=str(exc)) for snapshot in known.values())
-        time.sleep(_LOOK_S)
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of a teacher or, if `id` is empty, of the registry itself."""
-
-    kind: Literal["joined", "left", "lapsed", "changed", "rejected", "stale", "fresh"]
-    service: str
-    id: str = ""
-    detail: str = ""
-
-
-def changes(before: Snapshot | None, after: Snapshot) -> Iterator[Change]:
-    """Yield the changes from `before` (None: nothing known) to `after`, by id. During an outage none seems to leave."""
-    service = after.service
-    old = {instance.id: instance for instance in before.instances} if before else {}
-    new = {instance.id: instance for instance in after.instances}
-    for name in sorted(old.keys() | new.keys()):
-        if name not in new:
-            lapsed = any(instance.id == name for instance in after.lapsed)
-            yield Change("lapsed" if lapsed else "left", service, name, old[name].endpoint)
-        elif name not in old:
-            yield Change("joined", service, name, _introduction(new[name]))
-        elif difference := _difference(old[name], new[name]):
-            yield Change("changed", service, name, difference)
-    known = {(bad.id, bad.reason) for bad in before.rejected} if before else set()
-    for bad in after.rejected:
-        if (bad.id, bad.reason) not in known:
-            yield Change("rejected", service, bad.id, bad.reason)
-    was_stale = before.stale if before else ""
-    if after.stale and not was_stale:
-        yield Change("stale", service, detail=after.stale)
-    elif was_stale and not after.stale:
-        yield Change("fresh", service)
-
-
-def _introduction(instance: Instance) -> str:
-    words = [instance.endpoint]
-    if instance.model:
-        words.append(f"model {instance.model}")
-    words.append(f"capacity {instance.capacity:g}")
-    if instance.state != "ready":
-        words.append(instance.state)
-    return ", ".join(words)
-
-
-def _difference(old: Instance, new: Instance) -> str:
-    words = []
-    if old.state != new.state:
-        words.append(f"{old.state} -> {new.state}")
-    for name in ("endpoint", "model", "capacity", "tags", "meta"):
-        before, after = getattr(old, name), getattr(new, name)
-        if before != after:
-            words.append(f"{name} {_value(before)} -> {_value(after)}")
-    return ", ".join(words)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, dict):
-        return brief_meta(value)
-    if isinstance(value, float):
-        return f"{value:g}"
-    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def brief_meta(meta: Any) -> str:
@@ -335,14 +230,16 @@ class LoadView:
             yield Text(printable(_wanted_line(self.wanted)))
 
 
-def look(url: str, service: str, live: int, lapsed: frozenset[str] = frozenset()) -> LoadView:
+def look(url: str, snapshot: Snapshot) -> LoadView:
     """Read a service's load from the Store. An outage is part of the result, not an error."""
+    ready = sum(instance.state == "ready" for instance in snapshot.instances)
+    lapsed = frozenset(instance.id for instance in snapshot.lapsed)
     try:
         with open_store(url) as store:
-            wanted = read_wanted(store, "teachers", service)
-            return LoadView(read_service(store, service), wanted, live, lapsed=lapsed)
+            wanted = read_wanted(store, "teachers", snapshot.service)
+            return LoadView(read_service(store, snapshot.service), wanted, ready, lapsed=lapsed)
     except DiscoveryError as exc:
-        return LoadView(None, None, live, str(exc), lapsed)
+        return LoadView(None, None, ready, str(exc), lapsed)
 
 
 def _describe_load(load: ServiceLoad, live: int) -> str:

@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ from edl.dashboard.state.schema import (
     KubernetesStatus,
     KubernetesWorkload,
 )
-from edl.discovery import Store, open_store
+from edl.discovery import open_store
 from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import read_time
@@ -78,8 +78,6 @@ def cluster_view(status: KubernetesStatus, now_s: float, *, namespaces: bool) ->
         parts.append(Text(printable(f"No jobs or pools in {where}; `edl submit` creates one.")))
     if status.more_jobs:
         parts.append(Text(f"and {status.more_jobs:,} jobs that ended earlier", "dim"))
-    if status.stale:
-        parts.append(Text(printable(status.stale), "bold red"))
     return Group(*parts)
 
 
@@ -258,10 +256,7 @@ def _last_end(item: KubernetesMember, now_s: float) -> str:
 
 @dataclass(frozen=True)
 class WorkloadLook:
-    """The state of a job or pool at a point in time.
-
-    `job` is its status in its store, None if unknown. `trouble` is why it is unknown, or why the rest is old.
-    """
+    """The state of a job or pool; `job` is its status in its store, None if unknown, and `trouble` says why."""
 
     item: KubernetesWorkload
     events: tuple[WorkloadEvent, ...]
@@ -269,76 +264,43 @@ class WorkloadLook:
     trouble: str = ""
 
 
-class WorkloadStatus:
-    """Reads a job or pool and its last events, from `store_url` or else the job's own store. A context manager."""
+def read_workload(client: KubeClient, target: Target, store_url: str = "") -> WorkloadLook:
+    """Read a job or pool and its last events, and the job from `store_url` or else from its own store.
 
-    def __init__(self, client: KubeClient, target: Target, store_url: str = "") -> None:
-        self._client = client
-        self._store_url = store_url
-        self._target = target
-        self._store: Store | None = None
-        self._last: WorkloadLook | None = None
+    Raises SettingsError if the resource is gone, and EDLError if the API server fails.
+    """
+    found = client.get(target.type, target.name)
+    uid = found.get("metadata", {}).get("uid") if found is not None else None
+    if found is None or uid != target.uid:
+        raise SettingsError(f"{target} has been deleted{'' if found is None else ' and recreated'}")
+    pods = list_pods(client, target)
+    events = client.list(EVENTS, field_selector=f"involvedObject.uid={uid}").items
+    item = decode_workload(target.kind, found, pods)
+    url = store_url or (found.get("status") or {}).get("store") or (found.get("spec") or {}).get("store")
+    job, trouble = None, ""
+    if item.kind == "job" and item.job_id and isinstance(url, str) and url:
+        job, trouble = _read_store(url, store_url, item.job_id)
+    return WorkloadLook(item, decode_events(events), job, trouble)
 
-    def read(self) -> WorkloadLook:
-        """Read the current state; SettingsError if the resource is gone, EDLError if the API server fails."""
-        target = self._target
-        found = self._client.get(target.type, target.name)
-        uid = found.get("metadata", {}).get("uid") if found is not None else None
-        if found is None or uid != target.resource["metadata"].get("uid"):
-            raise SettingsError(f"{target} has been deleted{'' if found is None else ' and recreated'}")
-        pods = list_pods(self._client, target)
-        events = self._client.list(EVENTS, field_selector=f"involvedObject.uid={uid}").items
-        item = decode_workload(target.kind, found, pods)
-        job, trouble = self._read_store(found.get("status") or {}, found.get("spec") or {}, item)
-        self._last = WorkloadLook(item, decode_events(events), job, trouble)
-        return self._last
 
-    def read_again(self) -> WorkloadLook:
-        """Read; if that fails, return the last known state with the reason. A deleted resource is an error."""
-        try:
-            return self.read()
-        except SettingsError:
-            raise
-        except EDLError as exc:
-            assert self._last is not None
-            return WorkloadLook(self._last.item, self._last.events, self._last.job, f"last known state: {shown(exc)}")
-
-    def _read_store(
-        self, status: dict[str, Any], spec: dict[str, Any], item: KubernetesWorkload
-    ) -> tuple[JobStatus | None, str]:
-        """Read the job's store. It may be unreachable from here, which is not an error of the job."""
-        url = self._store_url or status.get("store") or spec.get("store")
-        if item.kind != "job" or not item.job_id or not isinstance(url, str) or not url:
-            return None, ""
-        place = f"its agents report to {shown_url(url)}"
-        try:
-            if self._store is None:
-                self._store = self._open_store(url)
-        except EDLError as exc:
-            return None, f"{place}: {shown(exc)}"
-        try:
-            return read_job_status(self._store, item.job_id, LAST_EVENTS), ""
-        except SettingsError:
-            return None, ""  # its agents have not started
-        except EDLError as exc:
-            return None, f"{place}, which does not respond from here: {shown(exc)}"
-
-    def _open_store(self, url: str) -> Store:
-        if url in (self._store_url, DiscoverySettings.of().url):
-            return open_store(url, timeout_s=_STORE_S)
+def _read_store(url: str, named: str, job: str) -> tuple[JobStatus | None, str]:
+    """Read a job's store. It may be unreachable from here, which is not an error of the job."""
+    place = f"its agents report to {shown_url(url)}"
+    if url not in (named, DiscoverySettings.of().url):
         message = "refusing a store you did not name; pass --store"
         if found := _SERVICE.fullmatch(url):
             service, namespace, port = found.groups()
             forward = f"kubectl port-forward -n {namespace} service/{service} {port}"
             message += f" edl://localhost:{port} while `{forward}` runs"
-        raise SettingsError(message)
-
-    def __enter__(self) -> WorkloadStatus:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._store is not None:
-            self._store.close()
+        return None, f"{place}: {message}"
+    try:
+        with open_store(url, timeout_s=_STORE_S) as store:
+            try:
+                return read_job_status(store, job, LAST_EVENTS), ""
+            except SettingsError:
+                return None, ""  # its agents have not started
+    except EDLError as exc:
+        return None, f"{place}, which cannot be read from here: {shown(exc)}"
 
 
 def show_workload(
@@ -346,18 +308,14 @@ def show_workload(
 ) -> None:
     """Run `edl status` for a job or pool in a cluster; `show_job` renders a job's status in its store."""
     target = find_target(client, options.job)
-    with WorkloadStatus(client, target, options.store or "") as status:
-        looks = _looks(status) if options.watch else [status.read()]
-        show_looks(looks, lambda look: _shown(look, show_job), _json if options.json else None, _WIDTH)
-
-
-def _looks(status: WorkloadStatus) -> Iterator[WorkloadLook]:
-    look = status.read()
-    yield look
-    while look.item.phase not in FINAL_PHASES:
-        time.sleep(_EVERY_S)
-        look = status.read_again()
-        yield look
+    show_looks(
+        lambda: read_workload(client, target, options.store or ""),
+        lambda look: _shown(look, show_job),
+        _json if options.json else None,
+        _WIDTH,
+        every_s=_EVERY_S if options.watch else None,
+        is_over=lambda look: look.item.phase in FINAL_PHASES,
+    )
 
 
 def _json(look: WorkloadLook) -> str:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from edl.backoff import Backoff
 from edl.cli.output import printable, show_looks
@@ -25,10 +25,6 @@ from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceT
 from edl.kube.settings import KubeSettings
 from edl.master.kube.members.naming import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
 from edl.quoting import did_you_mean
-
-if TYPE_CHECKING:
-    from edl.dashboard.state.cluster import ClusterReader
-    from edl.dashboard.state.schema import KubernetesStatus
 
 SCRIPT_LABEL: Final = "edl.io/script-of"
 """Label of a script's ConfigMap: the job that it belongs to."""
@@ -165,20 +161,15 @@ def jobs(argv: Sequence[str]) -> int:
     from edl.dashboard.state import as_json
     from edl.dashboard.state.cluster import ClusterReader
 
-    def looks(reader: ClusterReader) -> Iterator[KubernetesStatus]:
-        yield reader.read()
-        while True:
-            time.sleep(_LOOK_S)
-            yield reader.read_again()
-
     with open_cluster(options) as client:
         reader = ClusterReader(client, () if options.all_namespaces else (client.namespace,))
         show_looks(
-            looks(reader) if options.watch else [reader.read()],
+            reader.read,
             lambda status: cluster_view(status, time.time(), namespaces=options.all_namespaces),
             (lambda status: json.dumps(as_json(status), allow_nan=False)) if options.json else None,
             _WIDTH,
-            facts=lambda status: (status.jobs, status.pools, status.stale),
+            every_s=_LOOK_S if options.watch else None,
+            facts=lambda status: (status.jobs, status.pools),
         )
     return 0
 

@@ -186,14 +186,6 @@ class ClusterReader:
         places = self._namespaces or ("",)
         return [item for place in places for item in self._client.list(kind, place, label_selector=labels).items]
 
-    def read_again(self) -> KubernetesStatus:
-        """Read everything; if that fails, return the last known state with `stale` set."""
-        try:
-            return self.read()
-        except EDLError as exc:
-            self._last = replace(self._last, stale=f"last known state: {shown(exc)}")
-            return self._last
-
 
 _MAX_SHOWN: Final = 100
 """Maximum number of jobs on the page, the same as for a Store."""
@@ -219,7 +211,10 @@ class ClusterView(ClusterReader):
         """Return the current state, refreshed if due; `stale` says why it is old."""
         began = time.monotonic()
         if began >= self._next:
-            self.read_again()
+            try:
+                self.read()
+            except EDLError as exc:
+                self._last = replace(self._last, stale=f"last known state: {shown(exc)}")
             took_s = time.monotonic() - began
             every_s = _AWAY_S if self._last.stale else self._every_s
             self._next = began + took_s + max(every_s - took_s, took_s * (1.0 / _SHARE - 1.0))

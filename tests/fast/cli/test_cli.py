@@ -8,14 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import edl
 from edl.cli import explain_missing, find_commands, main
 from edl.cli.master import default_host, warn_of_open_port
+from edl.cli.output import show_looks
 from edl.command_line import CommandParser, duration, parse_duration, port
-from edl.errors import SettingsError
+from edl.errors import DiscoveryError, SettingsError
 from edl.settings import Credentials
 
 AddCommand = Callable[[str, str], None]
@@ -155,6 +157,23 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         os.close(write_end)
     assert done.stderr == b""
     assert done.returncode == 141
+
+
+def test_outage_does_not_end_a_watch(capsys: pytest.CaptureFixture[str]) -> None:
+    for to_json in (None, str):
+        answers = [1, 1, DiscoveryError("no\x1b answer"), DiscoveryError("no\x1b answer"), 1, 2]
+
+        def read(answers: list[int | DiscoveryError] = answers) -> int:
+            if isinstance(answer := answers.pop(0), DiscoveryError):
+                raise answer
+            return answer
+
+        show_looks(read, str, to_json, 80, every_s=0.0, is_over=lambda look: look == 2)
+        said, trouble = capsys.readouterr(), "last known state: no\ufffd answer"
+        shown = (["1", "1", trouble, "1", "2"], []) if to_json is None else (["1", "1", "2"], [trouble])
+        assert (said.out.splitlines(), said.err.splitlines()) == shown
+    with pytest.raises(SettingsError, match="deleted"):
+        show_looks(Mock(side_effect=[1, SettingsError("deleted")]), str, None, 80, every_s=0.0)
 
 
 def test_default_host_reaches_other_workers() -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.cli import main, status
+from edl.cli import main, output
 from edl.collective import worker_status
 from edl.collective.agent import status_publisher
 from edl.collective.agent.status_publisher import MAX_EVENTS, Ledger, StatusPublisher
@@ -509,7 +509,7 @@ def test_watch_repeats_until_interrupted(
             raise KeyboardInterrupt
         add_node(store, "a", 10.0, 9.0, Event(NOW_S, "a", "hang", "no step for 30 s"))
 
-    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(output, "time", SimpleNamespace(sleep=pause))
     assert main(["status", "resnet", "--watch", "--json", "--store", url]) == 130
     first, second = (json.loads(line)["events"] for line in capsys.readouterr().out.splitlines())
     assert (first, [event["kind"] for event in second]) == ([], ["hang"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,8 @@ from rich.console import Console
 
 from edl.cli import main
 from edl.cli.output import printable
-from edl.cli.teachers import Change, LoadView, brief_meta, changes
-from edl.discovery import Instance, Registry, Snapshot, Store, open_store
-from edl.discovery.registry import Rejected
+from edl.cli.teachers import LoadView, brief_meta
+from edl.discovery import Instance, Registry, Store, open_store
 from edl.load_reporting import read_service
 
 
@@ -114,32 +112,7 @@ def test_lapsed_teacher_has_one_state(store: Store, url: str) -> None:
     assert rows == [["t0", "lapsed", *4 * "-"], ["t1", "ready", "92", "100", "92%", "7"]]
 
 
-ONE = Instance("digits", "one", "10.0.0.1", 8500, model="resnet", capacity=2.0)
-TWO = Instance("digits", "two", "10.0.0.2", 8500)
-
-
-def snapshot(*instances: Instance, rejected: tuple[Rejected, ...] = (), stale: str = "") -> Snapshot:
-    return Snapshot("digits", instances, rejected, stale)
-
-
-def test_what_differs_is_said() -> None:
-    after = replace(ONE, state="draining", capacity=1.0, meta={"gpu": "T4"}, tags=("a", "b"))
-    (change,) = changes(snapshot(ONE), snapshot(after))
-    assert change.kind == "changed"
-    assert change.detail == "ready -> draining, capacity 2 -> 1, tags  -> a,b, meta  -> gpu=T4"
-    assert list(changes(snapshot(ONE), snapshot(ONE))) == []
-    found = list(changes(snapshot(ONE), snapshot(TWO)))
-    assert [(change.kind, change.id) for change in found] == [("left", "one"), ("joined", "two")]
+def test_metadata_is_brief() -> None:
     assert printable("a\x1b[2Jb\rc\x07") == "a�[2Jb�c�", "escape sequences do not reach the terminal"
     assert brief_meta({"b": "2", "a": "1"}) == "a=1 b=2"
     assert len(brief_meta({"key": "x" * 500})) == 48
-
-
-def test_trouble_is_said_once() -> None:
-    away = snapshot(ONE, stale="connection refused")
-    assert list(changes(snapshot(ONE), away)) == [Change("stale", "digits", detail="connection refused")]
-    assert list(changes(away, replace(away, stale="connection refused again"))) == []
-    assert list(changes(away, snapshot(ONE))) == [Change("fresh", "digits")]
-    bad = snapshot(rejected=(Rejected("bad", "port -1"),))
-    assert list(changes(snapshot(), bad)) == [Change("rejected", "digits", "bad", "port -1")]
-    assert list(changes(bad, bad)) == []

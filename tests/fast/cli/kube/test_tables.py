@@ -23,8 +23,8 @@ from edl.cli.kube import logs, submit
 from edl.cli.kube.logs import LineCutter, LogFollower, PodLog, select_newest, terminal_safe
 from edl.cli.kube.workload_status import (
     WorkloadLook,
-    WorkloadStatus,
     decode_events,
+    read_workload,
     workload_view,
     workloads_table,
 )
@@ -241,11 +241,8 @@ def look(server: ApiServer, folder: Path, store: str, store_url: str = "") -> Wo
 
     server.answer = answer
     settings = KubeSettings(kubeconfig=write_kubeconfig(folder / "prod", server.url, namespace="research"))
-    with (
-        KubeClient(replace(settings, timeout_s=2.0)) as client,
-        WorkloadStatus(client, Target("job", "j", resource), store_url) as status,
-    ):
-        return status.read()
+    with KubeClient(replace(settings, timeout_s=2.0)) as client:
+        return read_workload(client, Target("job", "j", resource), store_url)
 
 
 @pytest.fixture(autouse=True)
@@ -309,10 +306,9 @@ def test_another_job_of_the_same_name(server: ApiServer, tmp_path: Path) -> None
     path = write_kubeconfig(tmp_path / "prod", server.url, namespace="research")
     with (
         KubeClient(KubeSettings(kubeconfig=path)) as client,
-        WorkloadStatus(client, first) as watched,
         pytest.raises(SettingsError, match="deleted and recreated"),
     ):
-        watched.read()
+        read_workload(client, first)
 
 
 def stamped(second: int, nano: int, text: str) -> bytes:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from edl.cli.kube.manifests import ReplicaRange, split_words
+from edl.cli.kube.manifests import ReplicaRange, replica_range, split_words
 from edl.command_line import CommandParser, at_least, split_names
 from edl.errors import SettingsError
 
@@ -51,8 +51,7 @@ _LAUNCH = ("help_all", "model", "workers", "image", "job", "run", "checkpoint")
 def main(argv: Sequence[str]) -> int:
     """Run `edl train`."""
     options = parser().parse_args(argv)
-    workers = ReplicaRange.parse(options.workers, "--workers", 1)
-    extra = split_words("--run", options.run)
+    workers, extra = options.workers, options.run
     if not Path(options.model).is_file():
         raise SettingsError(f"{options.model}: there is no such file in {Path.cwd()}")
     if not 0 <= options.alpha <= 1 or options.temperature <= 0:
@@ -66,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
         # `edl submit` sends the file as the job's script; in the pod it is an argument of the module.
         name = ["--name", options.job] if options.job else []
-        command = ["--image", options.image, "--workers", options.workers, "--run", "--module edl.train"]
+        command = ["--image", options.image, "--workers", str(workers), "--run", "--module edl.train"]
         return submit([*command, *name, *store, *stored, *extra, options.model, plan])
     from edl.collective.agent.command_line.cli import main as run
 
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         source = Path(options.model).read_bytes()
         digest = hashlib.sha256(source + plan.encode()).hexdigest()[:8]
-        shape = ["--nnodes", options.workers, "--rdzv-id", options.job or f"{Path(options.model).stem}-{digest}"]
+        shape = ["--nnodes", str(workers), "--rdzv-id", options.job or f"{Path(options.model).stem}-{digest}"]
     return run([*shape, *store, *stored, *extra, "--module", "edl.train", options.model, plan])
 
 
@@ -109,7 +108,7 @@ def parser() -> CommandParser:
     add("--temperature", type=float, default=4.0, metavar="T", help="temperature of the soft loss (default: 4)")
     add = found.add_argument_group("workers").add_argument
     many = "N: processes here. MIN:MAX: this command is one worker; more can join (default: 1)"
-    add("--workers", default="1", metavar="N", help=many)
+    add("--workers", type=replica_range(1), default=ReplicaRange(1, 1), metavar="N", help=many)
     image = "run on Kubernetes with this image, which must contain EDL (edl submit)"
     add("--image", default="", metavar="IMAGE", help=image)
     found.add_store_option("where workers and teachers meet")
@@ -121,5 +120,6 @@ def parser() -> CommandParser:
     add("--seed", type=at_least(0), default=0, metavar="N", help="seed for weights and order (default: 0)")
     add("--checkpoint", default="", metavar="URL", help="where to store the state, in case all workers are lost")
     add("--job", default="", metavar="NAME", help="name of the job (default: derived from the file and options)")
-    add("--run", default="", metavar="OPTIONS", help="more options for `edl run`, or for `edl submit` with --image")
+    more = "more options for `edl run`, or for `edl submit` with --image"
+    add("--run", type=split_words, default=(), metavar="OPTIONS", help=more)
     return found

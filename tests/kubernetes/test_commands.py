@@ -122,7 +122,8 @@ def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     assert "deleted again" in said, "a script whose job was not made is not left behind"
     names = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
     assert "second" not in names
-    person.run(*SUBMIT, "--name", "third", "--teachers", "digits=1:3", "steps.py")
+    person.run(*SUBMIT, "--name", "third", "--teachers", "digits", "steps.py")
+    person.run("scale", "pool/digits", "auto", "--min", "1", "--max", "3")
     assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
     person.run("delete", "lonely", "first", "third", "pool/digits", "--wait", *PATIENT)
     left = ("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")

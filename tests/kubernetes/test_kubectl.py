@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from edl.cli.kube.manifests import SubmitOptions, dump_manifests, make_submission, read_manifests
+from edl.cli.kube.manifests import dump_manifests, make_submission, read_manifests
+from edl.cli.kube.submit import parse_options
 from tests.cluster.api import kubectl_program, run_program
 from tests.fast.cli.kube.test_submission import ODD_TEXTS
 
@@ -37,9 +38,8 @@ def test_files_are_read_as_by_kubectl(tmp_path: Path) -> None:
 
 def test_kubectl_reads_the_same() -> None:
     texts = dict(enumerate(ODD_TEXTS))
-    environment = {f"V{number}": text for number, text in texts.items()}
-    options = SubmitOptions(name="a", script="t.py", image="i", arguments=ODD_TEXTS, environment=environment)
-    job = make_submission(options, None)[-1]
+    variables = [f"--env=V{number}={text}" for number, text in texts.items()]
+    job = make_submission(parse_options(["--name=a", "--image=i", *variables, "t.py", *ODD_TEXTS]), None)[-1]
     job["metadata"]["annotations"] = {f"k{number}": text for number, text in texts.items()}
     found = read_by_kubectl(dump_manifests([job]))
     assert found["spec"] == job["spec"]

@@ -69,7 +69,8 @@ def test_people_submit_and_look(cluster: Cluster, namespace: str, person: Person
     submit = ("submit", "--template", "pod.json", "--name")
     pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
     person.run(*submit, "mine", "--workers", "1:3", *pool, "train.py")
-    person.run(*submit, "more", "--teachers", "digits=0:3", "train.py")
+    person.run(*submit, "more", "--teachers", "digits", "train.py")
+    person.run("scale", "pool/digits", "auto", "--max", "3")
     assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
     assert "job mine in namespace" in person.run("status", "mine")
     person.run("delete", "more", "pool/digits", "--wait")

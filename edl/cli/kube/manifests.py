@@ -1,8 +1,8 @@
 """The resources that `edl submit` sends: built from its options or read from a file, and checked for slips.
 
-Values of options are checked while parsing, so that the error names the option. `edl.master.kube.resources` checks the
-rest as the operator will. The last section here finds misspelled fields: the API server silently drops fields that the
-CRD lacks, and does not check a pod's template.
+Values of options are checked while argparse parses them, so that the error names the option.
+`edl.master.kube.resources` checks the rest as the operator will. The last section here finds misspelled fields: the API
+server silently drops fields that the CRD lacks, and does not check a pod's template.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from edl.cli.kube.workloads import SCRIPT_LABEL
 from edl.errors import SettingsError
 from edl.kube.objects import Object
+from edl.kube.quantity import parse_quantity
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS, ResourceType
 from edl.master.kube.members.naming import MANAGED_BY
 from edl.quoting import did_you_mean, quote
+
+V = TypeVar("V")
 
 SCRIPT_FOLDER: Final = "/edl/script"
 """Folder of the script in pods."""
@@ -49,7 +53,7 @@ _PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a
 """Strings that every YAML parser reads as strings without quotes; kubectl reads 1e-3 and y as number and boolean."""
 
 
-# --- Options ---
+# --- Values of options ---
 
 
 @dataclass(frozen=True)
@@ -59,26 +63,93 @@ class ReplicaRange:
     least: int
     most: int
 
-    @classmethod
-    def parse(cls, spelled: str, option: str, lowest: int) -> ReplicaRange:
-        """Read "MIN:MAX", or a number for both. `lowest` is the lowest minimum, `option` the one to name in errors."""
-        found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", spelled)
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}"
+
+
+def replica_range(lowest: int) -> Callable[[str], ReplicaRange]:
+    """Return an option type: "MIN:MAX", or a number for both, with a minimum of at least `lowest`."""
+
+    def parse(text: str) -> ReplicaRange:
+        found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
         if found is None:
-            raise SettingsError(f"{option} {spelled!r}: expected a number, or MIN:MAX as in 1:8")
-        least = int(found[1])
-        most = int(found[2]) if found[2] is not None else least
+            raise ArgumentTypeError(f"{text!r}: expected a number, or MIN:MAX as in 1:8")
+        least, most = int(found[1]), int(found[2] or found[1])
         if least < lowest or most < max(least, 1):
-            raise SettingsError(
-                f"{option} {spelled!r}: the minimum must be at least {lowest}, the maximum at least 1 and not below it"
+            raise ArgumentTypeError(
+                f"{text!r}: the minimum must be at least {lowest}, the maximum at least 1 and not below it"
             )
-        return cls(least, most)
+        return ReplicaRange(least, most)
+
+    return parse
+
+
+def resource_name(text: str) -> str:
+    """Return the name of a job or pool; ArgumentTypeError if no resource can have it."""
+    if len(text) > MAX_NAME or not _LABEL.fullmatch(text):
+        raise ArgumentTypeError(
+            f"{text!r}: expected at most {MAX_NAME} characters of a-z, 0-9 and '-', beginning and ending with a letter "
+            "or digit, since Kubernetes names pods after it"
+        )
+    return text
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """Split an option's value as a shell does."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as exc:
+        raise ArgumentTypeError(f"{text!r}: {exc}: quote it as in a shell") from exc
+
+
+def quantity(text: str) -> str:
+    """Return an amount of CPUs or memory as Kubernetes writes it."""
+    try:
+        amount = parse_quantity(text)
+    except ValueError as exc:
+        raise ArgumentTypeError(f"{text!r}: expected an amount such as 500m, 2 or 16Gi") from exc
+    if amount <= 0:
+        raise ArgumentTypeError(f"{text!r}: must be above 0")
+    return text
+
+
+def variable(text: str) -> tuple[str, str]:
+    """Read "NAME=VALUE"."""
+    name, equals, value = text.partition("=")
+    if not equals or not _VARIABLE.fullmatch(name):
+        raise ArgumentTypeError(f"{text!r}: expected NAME=VALUE; a name has letters, digits and '_'")
+    return name, value
+
+
+def pool_range(text: str) -> tuple[str, ReplicaRange | None]:
+    """Read "SERVICE=MIN:MAX" for a new pool, or "SERVICE" for an existing one."""
+    service, equals, spelled = text.partition("=")
+    return resource_name(service), replica_range(0)(spelled) if equals else None
+
+
+def pool_command(text: str) -> tuple[str, tuple[str, ...]]:
+    """Read "SERVICE=ARGUMENTS"."""
+    service, equals, arguments = text.partition("=")
+    if not equals or not arguments.strip():
+        raise ArgumentTypeError(f"{text!r}: expected SERVICE=ARGUMENTS, with arguments of `edl serve`")
+    return service, split_words(arguments)
+
+
+def by_name(option: str, given: Iterable[tuple[str, V]]) -> dict[str, V]:
+    """Return the values of a repeatable option by name; SettingsError if a name is given twice."""
+    found: dict[str, V] = {}
+    for name, value in given:
+        if name in found:
+            raise SettingsError(f"{option} {name}=… is given twice")
+        found[name] = value
+    return found
 
 
 @dataclass(frozen=True)
 class RequestedPool:
     """Teachers that a job uses; the pool has the service's name.
 
-    `replicas` is None to leave an existing pool as it is. `serve` has arguments of `edl serve`, None for such a pool.
+    `serve` has arguments of `edl serve` for a new pool of `replicas`; both are None for an existing pool.
     """
 
     service: str
@@ -86,88 +157,21 @@ class RequestedPool:
     serve: tuple[str, ...] | None
 
 
-@dataclass(frozen=True)
-class SubmitOptions:
-    """The options of a job. If empty, the template, the operator or the image decides."""
-
-    name: str
-    script: str
-    arguments: tuple[str, ...] = ()
-    module: bool = False
-    run: tuple[str, ...] = ()
-    image: str = ""
-    workers: ReplicaRange = ReplicaRange(1, 1)
-    processes: int | None = None
-    gpus: int = 0
-    cpu: str = ""
-    memory: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
-    store: str = ""
-    checkpoint: str = ""
-    queue: str = ""
-    priority_class: str = ""
-    teachers: tuple[RequestedPool, ...] = ()
-    teacher_image: str = ""
-    teacher_gpus: int = 0
-    template: dict[str, object] = field(default_factory=dict)
-
-
-def check_name(name: str, option: str = "--name") -> str:
-    """Return the name, or raise SettingsError if no resource can have it."""
-    if len(name) > MAX_NAME or not _LABEL.fullmatch(name):
-        raise SettingsError(
-            f"{option} {name!r}: expected at most {MAX_NAME} characters of a-z, 0-9 and '-', beginning and ending with "
-            "a letter or digit, since Kubernetes names pods after it"
-        )
-    return name
-
-
-def split_words(option: str, spelled: str) -> tuple[str, ...]:
-    """Split an option's value as a shell does."""
-    try:
-        return tuple(shlex.split(spelled))
-    except ValueError as exc:
-        raise SettingsError(f"{option} {spelled!r}: {exc}: quote it as in a shell") from exc
-
-
-def parse_environment(given: Iterable[str]) -> dict[str, str]:
-    """Read "NAME=VALUE" of several `--env`."""
-    found: dict[str, str] = {}
-    for item in given:
-        name, equals, value = item.partition("=")
-        if not equals or not _VARIABLE.fullmatch(name):
-            raise SettingsError(f"--env {item!r}: expected NAME=VALUE; a name has letters, digits and '_'")
-        if name in found:
-            raise SettingsError(f"--env {name}=… is given twice")
-        found[name] = value
-    return found
-
-
-def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[RequestedPool, ...]:
-    """Read "SERVICE=MIN:MAX" of several `--teachers`, and "SERVICE=ARGUMENTS" of several `--serve`."""
-    commands: dict[str, tuple[str, ...]] = {}
-    for item in serve:
-        service, equals, arguments = item.partition("=")
-        if not equals or not arguments.strip():
-            raise SettingsError(f"--serve {item!r}: expected SERVICE=ARGUMENTS, with arguments of `edl serve`")
-        if service in commands:
-            raise SettingsError(f"--serve {service}=… is given twice")
-        commands[service] = split_words("--serve", arguments)
-    found: list[RequestedPool] = []
-    for item in teachers:
-        service, equals, spelled = item.partition("=")
-        check_name(service, "--teachers")
-        if any(demand.service == service for demand in found):
-            raise SettingsError(f"--teachers {service} is given twice")
-        replicas = ReplicaRange.parse(spelled, f"--teachers {service}=", 0) if equals else None
-        arguments_of = commands.pop(service, None)
-        if arguments_of is not None and replicas is None:
-            raise SettingsError(f"--teachers {service}: say how many, as in --teachers {service}=0:4")
-        found.append(RequestedPool(service, replicas, arguments_of))
-    if commands:
-        name = next(iter(commands))
-        raise SettingsError(f"--serve {name}=…: also say how many teachers there may be, --teachers {name}=0:4")
-    return tuple(found)
+def requested_pools(
+    ranges: Mapping[str, ReplicaRange | None], commands: Mapping[str, tuple[str, ...]]
+) -> tuple[RequestedPool, ...]:
+    """Join the values of `--teachers` and `--serve`, by service."""
+    for service in [*ranges, *commands]:
+        replicas, serve = ranges.get(service), commands.get(service)
+        if serve is not None and replicas is None:
+            raise SettingsError(f"--serve {service}=…: also say how many teachers, as in --teachers {service}=0:4")
+        if serve is None and replicas is not None:
+            change = f"`edl scale pool/{service} auto --min {replicas.least} --max {replicas.most}`"
+            raise SettingsError(
+                f"--teachers {service}={replicas}: bounds are for a new pool: add --serve '{service}=…'. To set "
+                f"those of an existing pool: {change}"
+            )
+    return tuple(RequestedPool(service, replicas, commands.get(service)) for service, replicas in ranges.items())
 
 
 # --- The script ---
@@ -237,8 +241,11 @@ def read_script(path: str) -> LocalScript:
 # --- Resources from options ---
 
 
-def make_submission(options: SubmitOptions, script: LocalScript | None) -> list[Object]:
-    """Return the resources of a job in creation order: its script, new pools, and the job."""
+def make_submission(options: Namespace, script: LocalScript | None) -> list[Object]:
+    """Return the resources of a job in creation order: its script, new pools, and the job.
+
+    `options` are those of `edl submit`. Without a value, the template, the operator or the image decides.
+    """
     job = _resource(ELASTIC_JOBS, options.name, _job_spec(options, script))
     pools = [_pool(options, demand) for demand in options.teachers if demand.serve is not None]
     return [*([script.config_map(options.name)] if script is not None else []), *pools, job]
@@ -248,8 +255,8 @@ def _resource(kind: ResourceType, name: str, spec: Object) -> Object:
     return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name}, "spec": spec}
 
 
-def _job_spec(options: SubmitOptions, script: LocalScript | None) -> Object:
-    processes = options.processes if options.processes is not None else max(options.gpus, 1)
+def _job_spec(options: Namespace, script: LocalScript | None) -> Object:
+    processes = options.nproc_per_node or max(options.gpus, 1)
     program = ["-m", options.script] if options.module else [script.path_in_pod if script else options.script]
     spec: Object = {
         "run": _literal(["--nproc-per-node", str(processes), *options.run, *program, *options.arguments]),
@@ -264,7 +271,7 @@ def _job_spec(options: SubmitOptions, script: LocalScript | None) -> Object:
     ):
         if value:
             spec[name] = value
-    environment = dict(options.environment)
+    environment = dict(options.env)
     if len(options.teachers) == 1:
         environment.setdefault("EDL_SERVICE", options.teachers[0].service)
     template = _template(options, options.image, options.gpus, environment)
@@ -273,8 +280,8 @@ def _job_spec(options: SubmitOptions, script: LocalScript | None) -> Object:
     return {**spec, "template": template}
 
 
-def _pool(options: SubmitOptions, demand: RequestedPool) -> Object:
-    assert demand.replicas is not None, "parse_teachers asks for it"
+def _pool(options: Namespace, demand: RequestedPool) -> Object:
+    assert demand.replicas is not None, "requested_pools asks for it"
     spec: Object = {
         "service": demand.service,
         "serve": _literal(demand.serve or ()),
@@ -289,10 +296,10 @@ def _pool(options: SubmitOptions, demand: RequestedPool) -> Object:
 
 
 def _template(
-    options: SubmitOptions, image: str, gpus: int, environment: Mapping[str, str], *, resources: bool = True
+    options: Namespace, image: str, gpus: int, environment: Mapping[str, str], *, resources: bool = True
 ) -> Object:
     """Return a PodTemplateSpec: the user's, with the options applied."""
-    template: Object = copy.deepcopy(dict(options.template))
+    template: Object = copy.deepcopy(options.template)
     pod = _child(template, "spec", {})
     containers: list[Object] = _child(pod, "containers", [])
     if not isinstance(containers, list) or not all(isinstance(item, dict) for item in containers):

@@ -5,7 +5,7 @@ If the API server does not respond, it may have created the object, so nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from edl.cli.kube.manifests import RequestedPool, find_slips, manifest_type
@@ -78,29 +78,6 @@ def find_pools(client: KubeClient, demands: Sequence[RequestedPool]) -> dict[str
             )
         pools[demand.service] = found
     return pools
-
-
-def set_bounds(
-    client: KubeClient, demands: Sequence[RequestedPool], pools: Mapping[str, Object], tell: Callable[[str], None]
-) -> None:
-    """Set the bounds of existing pools, once the job that uses them exists.
-
-    Other jobs may use such a pool, so `tell` gets its previous bounds. A pool that cannot be changed is left as it is.
-    """
-    for demand in demands:
-        if demand.service not in pools or demand.replicas is None:
-            continue
-        spec = pools[demand.service].get("spec") or {}
-        least, most = spec.get("minReplicas"), spec.get("maxReplicas")
-        before = f"{least} to {least if most is None else most}"
-        bounds = {"minReplicas": demand.replicas.least, "maxReplicas": demand.replicas.most}
-        try:
-            gone = client.patch(TEACHER_POOLS, demand.service, {"spec": bounds}) is None
-        except EDLError as exc:
-            tell(f"pool/{demand.service} may still have {before} teachers: {exc}")
-            continue
-        now = f"{demand.replicas.least} to {demand.replicas.most} teachers; it had {before}"
-        tell(f"pool/{demand.service} has been deleted meanwhile" if gone else f"pool/{demand.service}: now {now}")
 
 
 def _create(client: KubeClient, manifest: Object, namespace: str) -> Object:

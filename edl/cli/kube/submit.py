@@ -8,7 +8,6 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
@@ -17,25 +16,28 @@ from edl.cli.kube.logs import LogFollower, LogScreen
 from edl.cli.kube.manifests import (
     LocalScript,
     ReplicaRange,
-    SubmitOptions,
-    check_name,
+    by_name,
     dump_manifests,
     load_template,
     make_submission,
-    parse_environment,
-    parse_teachers,
+    pool_command,
+    pool_range,
+    quantity,
     read_manifests,
     read_script,
+    replica_range,
+    requested_pools,
+    resource_name,
     split_words,
+    variable,
 )
-from edl.cli.kube.sending import check_manifests, create_all, find_pools, set_bounds
+from edl.cli.kube.sending import check_manifests, create_all, find_pools
 from edl.cli.kube.workloads import Target, add_cluster_options, open_cluster
 from edl.cli.output import printable
 from edl.command_line import CommandParser, at_least, duration
 from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
-from edl.kube.quantity import parse_quantity
 
 _EXIT_TIMEOUT: Final = 124
 """Exit code, the same as of coreutils' `timeout`."""
@@ -61,21 +63,16 @@ Kubernetes expands $(NAME) only in files written by hand."""
 
 def main(argv: Sequence[str]) -> int:
     """Run `edl submit`."""
-    parser = _parser(argv)
-    options = parser.parse_args(argv)
-    if options.timeout is not None and not (options.wait or options.follow):
-        raise SettingsError(f"--timeout {options.timeout:g}s: requires --wait or --follow")
-    chosen, script = None, None
+    options = parse_options(argv)
+    script = None
     if options.file is not None:
         manifests = read_manifests(options.file)
-        _refuse_beside_file(parser, options)
     else:
-        chosen = _submit_options(options)
         script = _local_script(options)
-        manifests = make_submission(chosen, script)
+        manifests = make_submission(options, script)
     check_manifests(manifests)
-    if chosen is not None:
-        _check_commands(chosen)
+    if options.file is None:
+        _check_commands(options)
     if options.dry_run:
         for manifest in manifests:
             if options.namespace:
@@ -84,16 +81,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     pools: dict[str, Object] = {}
     with open_cluster(options) as client:
-        if chosen is not None:
-            pools = find_pools(client, chosen.teachers)
-            if len(chosen.teachers) == len(pools) == 1:  # its service may have a different name
+        if options.file is None:
+            pools = find_pools(client, options.teachers)
+            if len(options.teachers) == len(pools) == 1:  # its service may have a different name
                 (pool,) = pools.values()
-                service = (pool.get("spec") or {}).get("service") or chosen.teachers[0].service
-                chosen = replace(chosen, environment={"EDL_SERVICE": service} | chosen.environment)
-            manifests = make_submission(chosen, script)
+                service = (pool.get("spec") or {}).get("service") or options.teachers[0].service
+                options.env = {"EDL_SERVICE": service} | options.env
+            manifests = make_submission(options, script)
         made = create_all(client, manifests, client.namespace, _note)
-        if chosen is not None:
-            set_bounds(client, chosen.teachers, pools, _note)
         pools = {item["metadata"]["name"]: item for item in made if item["kind"] == "TeacherPool"} | pools
         jobs = [Target("job", item["metadata"]["name"], item) for item in made if item["kind"] == "ElasticJob"]
         for job in jobs:
@@ -106,6 +101,27 @@ def main(argv: Sequence[str]) -> int:
                 f"{len(jobs)}: they were submitted; `edl jobs --watch` shows them"
             )
         return _await_end(client, jobs[0], [Target("pool", name, pool) for name, pool in pools.items()], options)
+
+
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the options, and complete those of a job: its name, environment, teachers and template."""
+    parser = _parser(argv)
+    options: argparse.Namespace = parser.parse_args(argv)
+    if options.timeout is not None and not (options.wait or options.follow):
+        raise SettingsError(f"--timeout {options.timeout:g}s: requires --wait or --follow")
+    if options.file is not None:
+        _refuse_beside_file(parser, options)
+        return options
+    if not options.image and not options.template:
+        raise SettingsError("--image is missing: which image has Python, edl and what the script imports?")
+    stem = Path(options.script).stem if not options.module else options.script.rpartition(".")[2]
+    options.name = options.name or _make_name(stem)
+    options.env = by_name("--env", options.env)
+    options.teachers = requested_pools(by_name("--teachers", options.teachers), by_name("--serve", options.serve))
+    if options.teacher_gpus is None:
+        options.teacher_gpus = options.gpus
+    options.template = load_template(options.template) if options.template else {}
+    return options
 
 
 def _await_end(client: KubeClient, job: Target, pools: Sequence[Target], options: argparse.Namespace) -> int:
@@ -134,7 +150,7 @@ def _note(words: str) -> None:
     sys.stderr.flush()
 
 
-def _check_commands(options: SubmitOptions) -> None:
+def _check_commands(options: argparse.Namespace) -> None:
     """Refuse options that `edl run` or `edl serve` would refuse in a pod, as far as this machine can check."""
     if options.run:
         try:
@@ -168,48 +184,9 @@ def _local_script(options: argparse.Namespace) -> LocalScript | None:
     return script
 
 
-def _submit_options(options: argparse.Namespace) -> SubmitOptions:
-    if not options.image and not options.template:
-        raise SettingsError("--image is missing: which image has Python, edl and what the script imports?")
-    stem = Path(options.script).stem if not options.module else options.script.rpartition(".")[2]
-    return SubmitOptions(
-        name=check_name(options.name) if options.name else _make_name(stem),
-        script=options.script,
-        arguments=tuple(options.arguments),
-        module=options.module,
-        run=split_words("--run", options.run),
-        image=options.image,
-        workers=ReplicaRange.parse(options.workers, "--workers", 1),
-        processes=options.nproc_per_node,
-        gpus=options.gpus,
-        cpu=_quantity("--cpu", options.cpu),
-        memory=_quantity("--memory", options.memory),
-        environment=parse_environment(options.env),
-        store=options.store,
-        checkpoint=options.checkpoint,
-        queue=options.queue,
-        priority_class=options.priority_class,
-        teachers=parse_teachers(options.teachers, options.serve),
-        teacher_image=options.teacher_image,
-        teacher_gpus=options.gpus if options.teacher_gpus is None else options.teacher_gpus,
-        template=load_template(options.template) if options.template else {},
-    )
-
-
 def _make_name(stem: str) -> str:
     words = "".join(char if char.isascii() and char.isalnum() else "-" for char in stem.lower()).strip("-")[:40]
     return f"{words.strip('-') or 'job'}-{secrets.token_hex(3)}"
-
-
-def _quantity(option: str, spelled: str) -> str:
-    if spelled:
-        try:
-            amount = parse_quantity(spelled)
-        except ValueError as exc:
-            raise SettingsError(f"{option} {spelled!r}: expected an amount such as 500m, 2 or 16Gi") from exc
-        if amount <= 0:
-            raise SettingsError(f"{option} {spelled!r}: must be above 0")
-    return spelled
 
 
 def _refuse_beside_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -233,12 +210,14 @@ def _parser(argv: Sequence[str]) -> CommandParser:
     add("--timeout", type=duration(), metavar="TIME", help=limit)
     add = parser.add_argument_group("workers").add_argument
     add("--image", default="", metavar="IMAGE", help="image with Python, edl and what the script imports")
-    add("--name", default="", metavar="NAME", help="name of the job (default: the script's plus six digits)")
-    add("--workers", default="1", metavar="MIN:MAX", help="pods: begin with MIN, grow to MAX (default: 1)")
+    add("--name", type=resource_name, metavar="NAME", help="name of the job (default: the script's plus six digits)")
+    size = "pods: begin with MIN, grow to MAX (default: 1)"
+    add("--workers", type=replica_range(1), default=ReplicaRange(1, 1), metavar="MIN:MAX", help=size)
     add("--gpus", type=at_least(0), default=0, metavar="N", help="GPUs of each pod (default: 0)")
-    add("--cpu", default="", metavar="AMOUNT", help="request of each pod, such as 2 or 500m")
-    add("--memory", default="", metavar="AMOUNT", help="request and limit of each pod, such as 16Gi")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable of the workers; repeatable")
+    add("--cpu", type=quantity, metavar="AMOUNT", help="request of each pod, such as 2 or 500m")
+    add("--memory", type=quantity, metavar="AMOUNT", help="request and limit of each pod, such as 16Gi")
+    value = "variable of the workers; repeatable"
+    add("--env", type=variable, action="append", default=[], metavar="NAME=VALUE", help=value)
     add(
         "--store",
         "--discovery",
@@ -249,20 +228,19 @@ def _parser(argv: Sequence[str]) -> CommandParser:
     )
     add("--checkpoint", default="", metavar="URL", help="where the job's state is stored")
     add = parser.add_argument_group("teachers").add_argument
-    add(
-        "--teachers",
-        action="append",
-        default=[],
-        metavar="SERVICE=MIN:MAX",
-        help="a pool of teachers: an existing one (its bounds are set to these, if any are given), or, with --serve, a "
-        "new one; the workers' EDL_SERVICE names it if it is the only one; repeatable",
+    pool = (
+        "a new pool of teachers, with --serve, or the name of an existing one; the workers' EDL_SERVICE names it if it "
+        "is the only one; repeatable"
     )
-    add("--serve", action="append", default=[], metavar="SERVICE=ARGS", help="arguments of `edl serve` in its pods")
+    add("--teachers", type=pool_range, action="append", default=[], metavar="SERVICE[=MIN:MAX]", help=pool)
+    command = "arguments of `edl serve` in its pods"
+    add("--serve", type=pool_command, action="append", default=[], metavar="SERVICE=ARGS", help=command)
     add_cluster_options(parser)
     add = parser.add_advanced_group("more about the pods").add_argument
     processes = "processes in each pod (default: one per GPU, or one)"
     add("--nproc-per-node", type=at_least(1), metavar="N", help=processes)
-    add("--run", default="", metavar="OPTIONS", help="more options of `edl run`, such as '--max-restarts 3'")
+    more = "more options of `edl run`, such as '--max-restarts 3'"
+    add("--run", type=split_words, default=(), metavar="OPTIONS", help=more)
     add("-m", "--module", action="store_true", help="SCRIPT is a module in the image, as for `python -m`")
     add("--script-in-image", action="store_true", help="SCRIPT is a path in the image: send nothing along")
     add("--template", default="", metavar="FILE", help="a pod template to start from: volumes, tolerations, ...")

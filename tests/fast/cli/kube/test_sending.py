@@ -10,10 +10,11 @@ import pytest
 
 from edl.cli import main
 from edl.cli.kube.logs import FINAL_PHASES, PhaseObserver
-from edl.cli.kube.manifests import LocalScript, ReplicaRange, RequestedPool, SubmitOptions, make_submission
-from edl.cli.kube.sending import create_all, find_pools, set_bounds
+from edl.cli.kube.manifests import LocalScript, make_submission
+from edl.cli.kube.sending import create_all
+from edl.cli.kube.submit import parse_options
 from edl.cli.kube.workloads import Target
-from edl.errors import ConflictError, InvalidObjectError, KubernetesError, SettingsError
+from edl.errors import ConflictError, InvalidObjectError, KubernetesError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import ResourceType
@@ -73,8 +74,7 @@ class FakeApi:
 
 
 def manifests(content: bytes = b"") -> list[dict[str, Any]]:
-    script = LocalScript("t.py", "t.py", content)
-    return make_submission(SubmitOptions(name="a", script="t.py", image="i"), script)
+    return make_submission(parse_options(["--name", "a", "--image", "i", "t.py"]), LocalScript("t.py", "t.py", content))
 
 
 def submit(api: FakeApi, tell: Callable[[str], None] = lambda _: None) -> list[Object]:
@@ -139,28 +139,6 @@ def test_deleted_jobs_script_is_no_obstacle() -> None:
     api.objects["ConfigMap", SCRIPT]["metadata"]["ownerReferences"] = [{"kind": "Deployment", "name": "a", "uid": "d"}]
     with pytest.raises(ConflictError, match="another program"):
         submit(api)
-
-
-def test_bounds_of_others_pool_are_told() -> None:
-    """Who shrinks a pool that others use reads from what; what cannot be written is no success."""
-    api = FakeApi()
-    spec = {"minReplicas": 1, "maxReplicas": 8, "service": "digits"}
-    api.objects["TeacherPool", "big"] = {"metadata": {"name": "big", "uid": "p"}, "spec": spec}
-    demands = [RequestedPool("big", ReplicaRange(0, 1), None), RequestedPool("new", ReplicaRange(0, 1), ("--x",))]
-    client = cast(KubeClient, api)
-    pools = find_pools(client, demands)
-    assert list(pools) == ["big"]
-    assert api.objects["TeacherPool", "big"]["spec"] == spec, "nothing is changed before the job is there"
-    before = {"big": {"spec": dict(spec)}}
-    notes: list[str] = []
-    set_bounds(client, demands, before, notes.append)
-    assert notes == ["pool/big: now 0 to 1 teachers; it had 1 to 8"]
-    assert api.objects["TeacherPool", "big"]["spec"] == {**spec, "minReplicas": 0, "maxReplicas": 1}
-    del api.objects["TeacherPool", "big"]
-    set_bounds(client, demands, before, notes.append)
-    assert "deleted" in notes[1]
-    with pytest.raises(SettingsError, match="no pool"):
-        find_pools(client, demands)
 
 
 def read_env(job: Object) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
-from dataclasses import replace
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,13 @@ from edl.cli import main
 from edl.cli.kube.manifests import (
     MAX_SCRIPT_BYTES,
     LocalScript,
-    ReplicaRange,
-    SubmitOptions,
     dump_manifests,
-    load_template,
     make_submission,
-    parse_environment,
-    parse_teachers,
     read_manifests,
     read_script,
 )
 from edl.cli.kube.sending import check_manifests
+from edl.cli.kube.submit import parse_options
 from edl.errors import SettingsError
 from edl.master.kube.resources import parse_elastic_job, parse_teacher_pool
 from tests.cluster.machine import ROOT
@@ -32,18 +29,14 @@ from tests.cluster.machine import ROOT
 yaml = pytest.importorskip("yaml", reason="the extra kubernetes is not installed")
 
 
-OPTIONS = SubmitOptions(
-    name="first",
-    script="train.py",
-    arguments=("--lr", "0.1"),
-    image="student:1",
-    workers=ReplicaRange(1, 8),
-    gpus=2,
-    memory="16Gi",
-    cpu="2",
-    environment={"SEED": "7"},
-    checkpoint="s3://bucket/first",
+JOB = (
+    "--name first --image student:1 --workers 1:8 --gpus 2 --memory 16Gi --cpu 2 --env SEED=7 --env B=x=y --env C= "
+    "--checkpoint s3://bucket/first train.py --lr 0.1"
 )
+
+
+def submission(script: LocalScript | None = None, command: str | Sequence[str] = JOB) -> list[dict[str, Any]]:
+    return make_submission(parse_options(command.split() if isinstance(command, str) else command), script)
 
 
 def worker(job: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +44,7 @@ def worker(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_job_has_what_was_asked() -> None:
-    script, job = made = make_submission(OPTIONS, LocalScript("train.py", "train.py", b"print(1)\n"))
+    script, job = made = submission(LocalScript("train.py", "train.py", b"print(1)\n"))
     assert script["data"] == {"train.py": "print(1)\n"}
     assert script["immutable"] is True, "a worker with rights on ConfigMaps would change it for all later pods"
     spec = job["spec"]
@@ -63,7 +56,7 @@ def test_job_has_what_was_asked() -> None:
         "limits": {"nvidia.com/gpu": "2", "memory": "16Gi"},
         "requests": {"cpu": "2", "memory": "16Gi"},
     }
-    assert container["env"] == [{"name": "SEED", "value": "7"}]
+    assert [(item["name"], item["value"]) for item in container["env"]] == [("SEED", "7"), ("B", "x=y"), ("C", "")]
     assert container["volumeMounts"] == [{"name": "edl-script", "mountPath": "/edl/script", "readOnly": True}]
     assert spec["template"]["spec"]["volumes"][0]["configMap"] == {"name": script["metadata"]["name"]}
     check_manifests(made)
@@ -87,53 +80,57 @@ def expand(text: str, environment: dict[str, str]) -> str:
 
 def test_dollars_are_the_users_own() -> None:
     texts = ("a$$b", "$(HOME_DIR)", "$(NONE)", "$HOME", "$$(HOME_DIR)", "$$$", "cost: 1$", "$(")
-    pools = parse_teachers(["digits=0:4"], ["digits=--text '$(HOME_DIR) $$'"])
-    options = replace(OPTIONS, arguments=texts, run=texts, teachers=pools)
-    options = replace(options, environment={f"V{number}": text for number, text in enumerate(texts)})
-    pool, job = make_submission(options, None)
+    variables = [f"--env=V{number}={text}" for number, text in enumerate(texts)]
+    teachers = ["--teachers=digits=0:4", "--serve=digits=--text '$(HOME_DIR) $$'"]
+    pool, job = submission(None, ["--image=i", f"--run={shlex.join(texts)}", *variables, *teachers, "train.py", *texts])
 
     def seen(found: list[str]) -> tuple[str, ...]:
         return tuple(expand(text, {"HOME_DIR": "/home"}) for text in found)
 
-    assert seen(job["spec"]["run"]) == ("--nproc-per-node", "2", *texts, "train.py", *texts)
+    assert seen(job["spec"]["run"]) == ("--nproc-per-node", "1", *texts, "train.py", *texts)
     assert seen([item["value"] for item in worker(job)["env"]][: len(texts)]) == texts
     assert seen(pool["spec"]["serve"]) == ("--text", "$(HOME_DIR) $$")
 
 
 def test_teachers_have_a_pool() -> None:
-    pools = parse_teachers(["digits=0:4"], ["digits=--torch-factory 'teacher:make model' --input image:float32[1,8,8]"])
-    assert pools[0].serve == ("--torch-factory", "teacher:make model", "--input", "image:float32[1,8,8]")
-    options = SubmitOptions(name="a", script="t.py", image="i", teachers=pools, teacher_gpus=1, store="consul://h:8500")
-    pool, job = made = make_submission(options, None)
-    assert pool["spec"]["minReplicas"] == 0
-    assert pool["spec"]["maxReplicas"] == 4
+    serve = "digits=--torch-factory 'teacher:make model' --input image:float32[1,8,8]"
+    pools = ("--teachers", "digits=0:4", "--serve", serve, "--teacher-gpus", "1", "--store", "consul://h:8500")
+    pool, job = made = submission(None, ["--image", "i", *pools, "t.py"])
+    assert pool["spec"]["serve"] == ["--torch-factory", "teacher:make model", "--input", "image:float32[1,8,8]"]
+    assert (pool["spec"]["minReplicas"], pool["spec"]["maxReplicas"]) == (0, 4)
     assert pool["spec"]["store"] == job["spec"]["store"] == "consul://h:8500"
     assert worker(pool)["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert worker(job)["env"] == [{"name": "EDL_SERVICE", "value": "digits"}]
     check_manifests(made)
 
 
-def test_template_is_kept() -> None:
-    template: dict[str, object] = {
-        "metadata": {"labels": {"team": "vision"}},
-        "spec": {
-            "tolerations": [{"operator": "Exists"}],
-            "volumes": [{"name": "data", "hostPath": {"path": "/data"}}],
-            "containers": [
-                {"name": "proxy", "image": "proxy:1"},
-                {"name": "edl", "image": "old", "env": [{"name": "SEED", "value": "1"}, {"name": "B", "value": "2"}]},
-            ],
-        },
-    }
-    options = SubmitOptions(name="a", script="t.py", image="new", environment={"SEED": "7"}, template=template)
-    _, job = make_submission(options, LocalScript("t.py", "t.py", b""))
-    pod = job["spec"]["template"]["spec"]
+TEMPLATE = """
+kind: Pod
+metadata: {labels: {team: vision}}
+spec:
+  tolerations: [{operator: Exists}]
+  volumes: [{name: data, hostPath: {path: /data}}]
+  containers:
+  - {name: proxy, image: "proxy:1"}
+  - {name: edl, image: old, env: [{name: SEED, value: "1"}, {name: D, value: "2"}]}
+"""
+
+
+def test_template_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "pod.yaml"
+    path.write_text(TEMPLATE)
+    _, job = submission(LocalScript("t.py", "t.py", b""), f"--image new --env SEED=7 --template {path} t.py")
+    template = job["spec"]["template"]
+    assert template["metadata"] == {"labels": {"team": "vision"}}
+    pod = template["spec"]
     assert pod["tolerations"] == [{"operator": "Exists"}]
     assert [volume["name"] for volume in pod["volumes"]] == ["data", "edl-script"]
     assert pod["containers"][0] == {"name": "proxy", "image": "proxy:1"}
     assert pod["containers"][1]["image"] == "new"
-    assert pod["containers"][1]["env"] == [{"name": "B", "value": "2"}, {"name": "SEED", "value": "7"}]
-    assert template["spec"]["containers"][1]["image"] == "old", "the caller's template is not changed"  # type: ignore[index]
+    assert pod["containers"][1]["env"] == [{"name": "D", "value": "2"}, {"name": "SEED", "value": "7"}]
+    path.write_text("containers: []")
+    with pytest.raises(SettingsError, match="pod template"):
+        submission(None, f"--template {path} t.py")
 
 
 def test_script_is_read(tmp_path: Path) -> None:
@@ -159,7 +156,7 @@ def test_script_is_read(tmp_path: Path) -> None:
 
 def test_yaml_is_read_back(tmp_path: Path) -> None:
     script = "import os\n\n# ünïcode: 'x' \"y\"\nprint('a\\tb')\n\ttab\nend without newline"
-    made = make_submission(OPTIONS, LocalScript("train.py", "train.py", script.encode()))
+    made = submission(LocalScript("train.py", "train.py", script.encode()))
     text = dump_manifests(made)
     assert list(yaml.safe_load_all(text)) == made
     path = tmp_path / "job.yaml"
@@ -202,22 +199,6 @@ def test_file_that_cannot_be(tmp_path: Path, text: str, words: str) -> None:
         read_manifests(str(path))
 
 
-def test_spec_is_checked_before_sending() -> None:
-    (job,) = make_submission(OPTIONS, None)
-    job["spec"]["minReplicas"] = 9
-    with pytest.raises(SettingsError, match=r"ElasticJob 'first': spec.minReplicas is 9.*maxReplicas"):
-        check_manifests([job])
-
-
-def test_template_file(tmp_path: Path) -> None:
-    path = tmp_path / "pod.yaml"
-    path.write_text("kind: Pod\nmetadata: {labels: {a: b}}\nspec: {containers: []}\n")
-    assert load_template(str(path)) == {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": []}}
-    path.write_text("containers: []")
-    with pytest.raises(SettingsError, match="pod template"):
-        load_template(str(path))
-
-
 DRY = ["--image", "i", "--dry-run", "--script-in-image"]
 
 
@@ -234,7 +215,8 @@ DRY = ["--image", "i", "--dry-run", "--script-in-image"]
         *((f"--name {name} t.py", "--name") for name in ("A", "a-", "a.b", "a" * 53)),
         *((f"--env {text} t.py", "--env") for text in ("A", "1A=2", "=2", "A=1 --env A=2")),
         ("--teachers digits=1:2 --teachers digits t.py", "twice"),
-        ("--teachers digits --serve digits=--callable t.py", "how many"),
+        ("--teachers digits=1:2 t.py", "edl scale pool/digits auto --min 1 --max 2"),
+        ("--teachers digits --serve digits=--callable t.py", "--teachers digits=0:4"),
         ("--serve digits=--callable t.py", "--teachers digits=0:4"),
         ("--teachers digits=0:1 --serve digits=--a' t.py", "quotation"),
         ("--teachers Digits=0:1 t.py", "a-z"),
@@ -252,14 +234,10 @@ def test_submit_refuses(
     pytest.importorskip("torch", reason="--run is checked by torchrun's own parser")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").write_text("")
-    (tmp_path / "job.yaml").write_text(dump_manifests(make_submission(OPTIONS, None)))
+    (tmp_path / "job.yaml").write_text(dump_manifests(submission()))
     whole = arguments.startswith(("train.py", "-f", "--image"))
     assert main(["submit", *([] if whole else DRY), *arguments.split(" ")]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_environment_may_have_any_value() -> None:
-    assert parse_environment(["A=1", "B=x=y", "C="]) == {"A": "1", "B": "x=y", "C": ""}
 
 
 def test_dry_run_asks_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -274,7 +252,7 @@ def test_dry_run_asks_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert job["metadata"]["name"].startswith("my-train-")
     assert job["spec"]["run"][2:] == ["/edl/script/My_train.py", "--dry-run", "-f", "x"], "the script's own options"
     assert "only that file" in shown.err
-    (tmp_path / "job.yaml").write_text(dump_manifests(make_submission(OPTIONS, None)))
+    (tmp_path / "job.yaml").write_text(dump_manifests(submission()))
     assert main(["submit", "-nprod", "-f", "job.yaml", "--dry-run"]) == 0
     assert "namespace: prod" in capsys.readouterr().out
 
@@ -306,14 +284,14 @@ QUOTES = "0.001.*quote it"
 )
 def test_slips_are_named(slip: Any, words: str) -> None:
     """The API server drops such fields without a word, and refuses numbers only when the operator makes the pods."""
-    (job,) = make_submission(OPTIONS, None)
+    (job,) = submission()
     slip(job)
     with pytest.raises(SettingsError, match=words):
         check_manifests([job])
 
 
 def test_amounts_and_new_fields_are_no_slips() -> None:
-    (job,) = make_submission(OPTIONS, None)
+    (job,) = submission()
     worker(job).update(resources={"limits": {"cpu": 2}}, fieldOfTomorrow=1)
     check_manifests([job])
 

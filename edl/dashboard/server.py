@@ -157,7 +157,7 @@ class DashboardServer(AppServer):
         streams = EventStreams(looks)
         self._metrics = DashboardMetrics(
             lambda: looks.latest.state if looks.latest is not None else None,
-            lambda: ServerFigures(self._reader.looks, looks.look_s, streams.clients),
+            lambda: ServerFigures(self._reader.looks, looks.look_s, looks.clients),
             self._registries,
         )
         self._hosts = HostCheck(self._settings.local, self._settings.allowed_hosts)
@@ -175,7 +175,9 @@ class DashboardServer(AppServer):
         @web.middleware
         async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
             try:
-                return await self._checked(request, handler, tokens)
+                if request.path not in _PROBES:
+                    self._check_access(request, tokens)
+                return await handler(request)
             except web.HTTPException as exc:
                 exc.headers.update(HEADERS)
                 raise
@@ -195,10 +197,8 @@ class DashboardServer(AppServer):
         app.router.add_get("/readyz", self._ready)
         return app
 
-    async def _checked(self, request: web.Request, handler: _Handler, tokens: TokenCheck | None) -> web.StreamResponse:
-        """Handle a request with an allowed Host or, if tokens are required, with a token."""
-        if request.path in _PROBES:
-            return await handler(request)
+    def _check_access(self, request: web.Request, tokens: TokenCheck | None) -> None:
+        """Refuse a request without an allowed Host or, if tokens are required, without a token."""
         if tokens is None and not self._hosts.allows(request.headers.get("Host")):
             raise web.HTTPForbidden(
                 text="the name in the Host header is not allowed: use the IP address, or start the server with "
@@ -207,7 +207,6 @@ class DashboardServer(AppServer):
         if tokens is not None and not tokens.allows(request.headers.get("Authorization")):
             words = "token required (a line of --token-file): Authorization: Bearer TOKEN, or a browser's password\n"
             raise web.HTTPUnauthorized(text=words, headers={**NO_STORE, **_ASK_TOKEN})
-        return await handler(request)
 
     async def _state(self, _: web.Request) -> web.Response:
         published = await self._looks.fresh(_LOOK_S)

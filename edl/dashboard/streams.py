@@ -17,7 +17,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from aiohttp import web
@@ -82,7 +82,8 @@ class LookLoop:
         self.latest: Published | None = None
         self.look_s = 0.0
         self.pause_s = INTERVAL_S
-        self.followers = 0
+        self.clients = 0
+        """Number of connected clients."""
         self._previous: Published | None = None
         self._looked_at = time.monotonic()
         self._background = BackgroundLoop("edl-dashboard-look", self._look)
@@ -109,14 +110,15 @@ class LookLoop:
                 return None
         return None if self.closed else self.latest
 
-    def follow(self) -> None:
-        """Poll once a second until every `follow` has been matched by an `unfollow`."""
-        self.followers += 1
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Poll once a second while a client is connected."""
+        self.clients += 1
         self._background.wake()
-
-    def unfollow(self) -> None:
-        """Undo a call of `follow`."""
-        self.followers -= 1
+        try:
+            yield
+        finally:
+            self.clients -= 1
 
     def look_of(self, event_id: str) -> int | None:
         """Return the number of the look in an event id of this process; None for any other text."""
@@ -142,7 +144,7 @@ class LookLoop:
 
     def _look(self) -> float:
         now = time.monotonic()
-        idle = not self._asked and self.followers <= 0
+        idle = not self._asked and not self.clients
         due = self._looked_at + (max(self.pause_s, _IDLE_S) if idle else self.pause_s)
         if now < due and (idle or self._previous is not None):
             return due - now
@@ -153,7 +155,10 @@ class LookLoop:
         self.look_s = time.monotonic() - now
         longest_s = _LONGEST_STALE_S if state.stale else _LONGEST_S
         self.pause_s = min(longest_s, max(INTERVAL_S - self.look_s, self.look_s * (1.0 / _SHARE - 1.0)))
-        _call_soon(self._loop, self._publish, self._previous)
+        try:
+            self._loop.call_soon_threadsafe(self._publish, self._previous)
+        except RuntimeError:  # the server has closed its loop meanwhile
+            logger.debug("a poll ended after the server")
         return self.pause_s
 
     def _publish(self, published: Published) -> None:
@@ -163,13 +168,6 @@ class LookLoop:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[Published], None], published: Published) -> None:
-    try:
-        loop.call_soon_threadsafe(function, published)
-    except RuntimeError:  # the server has closed its loop meanwhile
-        logger.debug("a poll ended after the server")
 
 
 # --- Events ---
@@ -194,17 +192,15 @@ class EventStreams:
 
     def __init__(self, looks: LookLoop) -> None:
         self._looks = looks
-        self.clients = 0
-        """Number of connected clients."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Send events until the client disconnects or the server stops."""
-        if self.clients >= _MAX_CLIENTS:
+        if self._looks.clients >= _MAX_CLIENTS:
             raise web.HTTPServiceUnavailable(text="too many clients follow this page\n", headers={"Retry-After": "10"})
         if request.method == "HEAD":
             return web.Response(headers=_HEADERS)
         response = web.StreamResponse(headers=_HEADERS)
-        with self._following():
+        with self._looks.followed():
             await response.prepare(request)
             _limit_buffer(request)
             event_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id", "")
@@ -241,16 +237,6 @@ class EventStreams:
                 request.transport.abort()
             return False
         return True
-
-    @contextlib.contextmanager
-    def _following(self) -> Iterator[None]:
-        self.clients += 1
-        self._looks.follow()
-        try:
-            yield
-        finally:
-            self.clients -= 1
-            self._looks.unfollow()
 
 
 def _limit_buffer(request: web.Request) -> None:

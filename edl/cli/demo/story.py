@@ -24,7 +24,6 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.torch import save_file
 
-from edl.background import BackgroundLoop
 from edl.cli.demo.models import (
     Delivered,
     DemoPlan,
@@ -37,6 +36,7 @@ from edl.cli.demo.models import (
     check,
     load,
     size,
+    student,
     train_teacher,
 )
 from edl.cli.output import open_progress, table
@@ -51,8 +51,6 @@ _START_S: Final = 120.0
 """Timeout for a teacher to be ready: several import torch at once, on few cores."""
 _STOP_S: Final = 10.0
 """Timeout for a teacher to drain: it has some ten milliseconds of work left."""
-_SAMPLE_S: Final = 0.1
-"""Time between two samples of the counters: five per bin of the plot."""
 _BIN_S: Final = 0.5
 
 _Kind = Literal["kill", "join", "drain"]
@@ -113,32 +111,36 @@ class Screen:
 # --- Teachers ---
 
 
-def _start_teacher(name: str, checkpoint: Path, discovery: str, pause_ms: float) -> LocalTeacher:
-    serve = {
-        "torch-factory": "edl.cli.demo.models:teacher",
-        "checkpoint": checkpoint,
-        "option": {"pause_ms": pause_ms},
-        "input": "image:float32[1,8,8]",
-        "output": "logits:float32[10]",
-        "device": "cpu",
-        "threads": 1,
-        "linger": "2s",  # this machine is busy, so students may notice a drain late
-        "id": name,
-    }
-    env = {"OMP_NUM_THREADS": "1"}
-    return LocalTeacher("", name="digits", service=_SERVICE, discovery=discovery, serve=serve, env=env, wait=False)
-
-
 class _Fleet:
     """The teachers, by name. A context manager, which stops those still running and keeps their logs."""
 
     def __init__(self, plan: DemoPlan, checkpoint: Path, discovery: str) -> None:
         self._plan = plan
-        self._where = checkpoint, discovery
+        self._checkpoint = checkpoint
+        self._discovery = discovery
         self.teachers: dict[str, LocalTeacher] = {}
 
     def start(self, name: str) -> None:
-        self.teachers[name] = _start_teacher(name, *self._where, self._plan.pause_ms)
+        serve = {
+            "torch-factory": "edl.cli.demo.models:teacher",
+            "checkpoint": self._checkpoint,
+            "option": {"pause_ms": self._plan.pause_ms},
+            "input": "image:float32[1,8,8]",
+            "output": "logits:float32[10]",
+            "device": "cpu",
+            "threads": 1,
+            "linger": "2s",  # this machine is busy, so students may notice a drain late
+            "id": name,
+        }
+        self.teachers[name] = LocalTeacher(
+            "",
+            name="digits",
+            service=_SERVICE,
+            discovery=self._discovery,
+            serve=serve,
+            env={"OMP_NUM_THREADS": "1"},
+            wait=False,
+        )
 
     def exit_code(self, name: str) -> int | None:
         """Wait briefly for a teacher to end; return its exit code, or None if it still runs."""
@@ -186,53 +188,29 @@ class TeacherEvent:
     teacher: str
 
 
-class _Timeline:
-    """Records a reader's counters in a thread, and events of teachers. A context manager."""
+class _Epoch:
+    """Records an epoch's counters, and kills, starts and drains teachers at the plan's fractions of it."""
 
-    def __init__(self, stats: Callable[[], ReaderStats]) -> None:
-        self._stats = stats
+    def __init__(self, plan: DemoPlan, reader: DistillReader, fleet: _Fleet, screen: Screen) -> None:
+        self._reader = reader
+        self._plan = plan
+        self._fleet = fleet
+        self._screen = screen
+        self._newcomer = f"teacher-{plan.teachers + 1}"
+        self._done: set[str] = set()
         self._began = time.monotonic()
-        self.samples: list[tuple[float, ReaderStats]] = []
+        self.samples = [(0.0, reader.stats())]
         self.events: list[TeacherEvent] = []
-
-    def __enter__(self) -> _Timeline:
-        self._began = time.monotonic()
-        self._sample()  # here, since the thread may start late
-        self._sampling = BackgroundLoop("edl-demo-timeline", self._sample)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._sampling.close()
-        self._sample()
 
     @property
     def now_s(self) -> float:
         return time.monotonic() - self._began
 
-    def mark(self, kind: _Kind, teacher: str) -> None:
-        self.events.append(TeacherEvent(self.now_s, kind, teacher))
-
-    def _sample(self) -> float:
-        self.samples.append((self.now_s, self._stats()))
-        return _SAMPLE_S
-
-
-class _Troubles:
-    """Kills, starts and drains teachers at the plan's fractions of the epoch."""
-
-    def __init__(
-        self, plan: DemoPlan, reader: DistillReader, fleet: _Fleet, timeline: _Timeline, screen: Screen
-    ) -> None:
-        self._reader = reader
-        self._plan = plan
-        self._fleet = fleet
-        self._timeline = timeline
-        self._screen = screen
-        self._newcomer = f"teacher-{plan.teachers + 1}"
-        self._done: set[str] = set()
-
-    def at(self, fraction: float) -> None:
-        plan, teachers = self._plan, self._fleet.teachers
+    def after(self, batches: int) -> ReaderStats:
+        """Record the counters after so many batches, and cause the trouble that is due."""
+        self.samples.append((self.now_s, self._reader.stats()))
+        stats = self.samples[-1][1]
+        plan, teachers, fraction = self._plan, self._fleet.teachers, batches / self._plan.batches
         if fraction >= plan.kill_at and self._is_first("kill"):
             self._tell("kill", "teacher-1", "gets SIGKILL in the middle of its work")
             teachers["teacher-1"].kill()
@@ -241,16 +219,17 @@ class _Troubles:
         if "start" in self._done and "join" not in self._done:
             if fraction >= plan.drain_at:  # a very slow machine: let it join before the next one leaves
                 teachers[self._newcomer].wait_ready(_START_S)
-            seen = self._reader.stats().teachers.get(self._newcomer)
+            seen = stats.teachers.get(self._newcomer)
             if seen is not None and seen.state == "ready" and self._is_first("join"):
                 self._tell("join", self._newcomer, "has started and is found: it serves from now on")
         if fraction >= plan.drain_at and self._is_first("drain"):
             self._tell("drain", "teacher-2", "gets SIGTERM: it finishes its requests and leaves")
             teachers["teacher-2"].terminate()
+        return stats
 
     def _tell(self, kind: _Kind, teacher: str, words: str) -> None:
         self._screen.say(f"{kind.upper():<5} {teacher} {words}", _STYLES[kind])
-        self._timeline.mark(kind, teacher)
+        self.events.append(TeacherEvent(self.now_s, kind, teacher))
 
     def _is_first(self, what: str) -> bool:
         first = what not in self._done
@@ -260,7 +239,7 @@ class _Troubles:
 
 def _train_students(
     plan: DemoPlan, digits: Digits, discovery: str, fleet: _Fleet, screen: Screen
-) -> tuple[list[ModelPair], list[Delivered], _Timeline, ReaderStats, float]:
+) -> tuple[list[ModelPair], list[Delivered], _Epoch]:
     """Train every seed's two students on an epoch of `DistillReader`. Only this part is a typical student program."""
     pairs = [ModelPair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
     delivered: list[Delivered] = []
@@ -269,37 +248,34 @@ def _train_students(
     reader.set_dynamic_teacher(discovery, _SERVICE)
     reader.set_batch_generator(lambda: batches(digits, plan))
     with reader, screen.bar(plan.batches) as bar, screen.log_of("edl"):
-        with _Timeline(reader.stats) as timeline:
-            troubles = _Troubles(plan, reader, fleet, timeline, screen)
-            losses: deque[tuple[float, float]] = deque(maxlen=50)
-            for batch, (image, label, number, logits) in enumerate(reader()):
-                pair = pairs[plan.seed_of(batch)]
-                losses.append(pair.step(*(torch.from_numpy(part) for part in (image, label, logits))))
-                delivered.append((image, label, number, logits))
-                troubles.at((batch + 1) / plan.batches)
-                if batch % 10 == 0:
-                    stats = reader.stats()
-                    rate = stats.rows_delivered / max(timeline.now_s, 1e-3)
-                    hard, soft = (statistics.fmean(column) for column in zip(*losses, strict=True))
-                    words = f"training loss: alone {hard:.2f}, distilled {soft:.2f} (not comparable)"
-                    bar(batch, f"{rate:,.0f} rows/s  {stats.teachers_live} teachers  {words}")
-            took_s = timeline.now_s
-        return pairs, delivered, timeline, reader.stats(), took_s
+        epoch = _Epoch(plan, reader, fleet, screen)
+        losses: deque[tuple[float, float]] = deque(maxlen=50)
+        for batch, (image, label, number, logits) in enumerate(reader()):
+            pair = pairs[plan.seed_of(batch)]
+            losses.append(pair.step(*(torch.from_numpy(part) for part in (image, label, logits))))
+            delivered.append((image, label, number, logits))
+            stats = epoch.after(batch + 1)
+            if batch % 10 == 0:
+                rate = stats.rows_delivered / max(epoch.now_s, 1e-3)
+                hard, soft = (statistics.fmean(column) for column in zip(*losses, strict=True))
+                words = f"training loss: alone {hard:.2f}, distilled {soft:.2f} (not comparable)"
+                bar(batch, f"{rate:,.0f} rows/s  {stats.teachers_live} teachers  {words}")
+        return pairs, delivered, epoch
 
 
 # --- Results ---
 
 
-def _draw_picture(timeline: _Timeline, path: Path, what: str) -> None:
+def _draw_picture(epoch: _Epoch, path: Path, what: str) -> None:
     """Plot rows per second by teacher, stacked, in bins of half a second. The title starts with `what`."""
     from matplotlib.figure import Figure
 
-    times = [at for at, _ in timeline.samples]
+    times = [at for at, _ in epoch.samples]
     edges = np.arange(0.0, times[-1], _BIN_S)  # without the last bin, which is not full
-    names = dict.fromkeys(name for _, stats in timeline.samples for name in stats.teachers)
+    names = dict.fromkeys(name for _, stats in epoch.samples for name in stats.teachers)
 
     def rate(count: Callable[[ReaderStats], int]) -> np.ndarray[Any, Any]:
-        rates: np.ndarray[Any, Any] = np.diff(np.interp(edges, times, [count(stats) for _, stats in timeline.samples]))
+        rates: np.ndarray[Any, Any] = np.diff(np.interp(edges, times, [count(stats) for _, stats in epoch.samples]))
         return rates / _BIN_S
 
     def rows_of(name: str) -> Callable[[ReaderStats], int]:
@@ -314,7 +290,7 @@ def _draw_picture(timeline: _Timeline, path: Path, what: str) -> None:
     delivered = rate(lambda stats: stats.rows_delivered)
     axes.plot(middles, delivered, color="#222222", linewidth=1.6, label="delivered to the training loop")
     top = 1.32 * max(1.0, float(np.max(sum(served, np.zeros_like(middles)))))
-    for row, event in enumerate(timeline.events):
+    for row, event in enumerate(epoch.events):
         colour, words = _EVENTS[event.kind]
         axes.axvline(event.at_s, color=colour, linewidth=1.6, linestyle="--")
         axes.annotate(
@@ -344,10 +320,6 @@ class DemoResult:
     """
 
     plan: DemoPlan
-    teacher_parameters: int
-    student_parameters: int
-    teacher_images: int
-    test_images: int
     teacher: float
     alone: tuple[float, ...]
     distilled: tuple[float, ...]
@@ -356,7 +328,6 @@ class DemoResult:
     exit_codes: dict[str, int | None]
     findings: Findings
     took_s: float
-    whole_s: float
 
 
 def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]], left: str = "") -> Table:
@@ -365,7 +336,7 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Te
     return found
 
 
-def _accuracies(result: DemoResult) -> Table:
+def _accuracies(result: DemoResult, digits: Digits) -> Table:
     def row(name: str, parameters: int, learned: str, values: Sequence[float], style: str = "") -> list[str | Text]:
         mean, bounds = f"{statistics.fmean(values):.1%}", ""
         if len(values) > 1:
@@ -373,13 +344,13 @@ def _accuracies(result: DemoResult) -> Table:
             bounds = f"{min(values):.1%} to {max(values):.1%}"
         return [Text(cell, style) for cell in (name, f"{parameters:,}", learned, mean, bounds)]
 
-    small = result.student_parameters
+    small = size(student())
     rows = [
-        row("teacher", result.teacher_parameters, f"{result.teacher_images:,} images, labels", [result.teacher]),
+        row("teacher", size(Teacher()), f"{len(digits.images):,} images, labels", [result.teacher]),
         row("student alone", small, f"{result.plan.labelled} images, labels", result.alone),
         row("student distilled", small, "the same, soft labels", result.distilled, "bold green"),
     ]
-    title = f"Accuracy on {result.test_images} images that none of them has seen"
+    title = f"Accuracy on {len(digits.test_images)} images that none of them has seen"
     return _table(title, ("", "parameters", "learned from", "mean", "lowest to highest"), rows)
 
 
@@ -445,9 +416,8 @@ def _fate(event: TeacherEvent | None, exit_code: int | None) -> tuple[str, str]:
 _MOTIONS = "rotated, scaled, shifted, with noise"
 
 
-def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
+def tell(plan: DemoPlan, screen: Screen) -> None:
     """Run the demo and show its results; EDLError if a sample was lost, repeated, reordered, changed or mislabelled."""
-    began = time.monotonic()
     torch.set_num_threads(1)  # the teachers need the other cores
     try:
         plan.out.mkdir(parents=True, exist_ok=True)
@@ -480,8 +450,8 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
             screen.say(
                 f"{plan.seeds} seeds, {plan.labelled} images each ({_MOTIONS}), {plan.steps} steps of {plan.rows}"
             )
-            pairs, delivered, timeline, stats, took_s = _train_students(plan, digits, discovery, fleet, screen)
-            ended = [event.teacher for event in timeline.events if event.kind != "join"]
+            pairs, delivered, epoch = _train_students(plan, digits, discovery, fleet, screen)
+            ended = [event.teacher for event in epoch.events if event.kind != "join"]
             exit_codes = {name: fleet.exit_code(name) for name in ended}
 
         screen.step("Every sample is checked, and every label compared with the teacher's.")
@@ -492,29 +462,24 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
         )
         result = DemoResult(
             plan=plan,
-            teacher_parameters=size(teacher),
-            student_parameters=size(pairs[0].alone),
-            teacher_images=len(digits.images),
-            test_images=len(digits.test_images),
             teacher=teacher_accuracy,
             alone=alone,
             distilled=distilled,
-            stats=stats,
-            events=tuple(timeline.events),
+            stats=epoch.samples[-1][1],
+            events=tuple(epoch.events),
             exit_codes=exit_codes,
             findings=findings,
-            took_s=took_s,
-            whole_s=time.monotonic() - began,
+            took_s=epoch.samples[-1][0],
         )
-        figure = plan.out / "demo.png"
-        _draw_picture(timeline, figure, f"{plan.total_rows:,} samples for {plan.seeds} students")
+        _draw_picture(epoch, plan.out / "demo.png", f"{plan.total_rows:,} samples for {plan.seeds} students")
         fields = {**asdict(result), "all_well": findings.all_well}
         plan.out.joinpath("demo.json").write_text(json.dumps(fields, indent=1, default=str) + "\n")
-        screen.console.print("", _accuracies(result), _comparison(result), "", _samples(result), _teachers(result))
+        screen.console.print(
+            "", _accuracies(result, digits), _comparison(result), "", _samples(result), _teachers(result)
+        )
         screen.console.print(f"In {plan.out}: the plot (demo.png), the figures (demo.json) and the teachers' logs.")
         if not findings.all_well:
             raise EDLError(f"samples or labels were not delivered exactly once, correct and in order: {findings}")
-        return result
 
 
 def _train_teacher(plan: DemoPlan, digits: Digits, screen: Screen) -> Teacher:

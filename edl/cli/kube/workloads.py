@@ -159,12 +159,12 @@ def jobs(argv: Sequence[str]) -> int:
 
     from edl.cli.kube.workload_status import cluster_view
     from edl.dashboard.state import as_json
-    from edl.dashboard.state.cluster import ClusterReader
+    from edl.dashboard.state.cluster import read_cluster
 
     with open_cluster(options) as client:
-        reader = ClusterReader(client, () if options.all_namespaces else (client.namespace,))
+        namespaces = () if options.all_namespaces else (client.namespace,)
         show_looks(
-            reader.read,
+            lambda: read_cluster(client, namespaces),
             lambda status: cluster_view(status, time.time(), namespaces=options.all_namespaces),
             (lambda status: json.dumps(as_json(status), allow_nan=False)) if options.json else None,
             _WIDTH,

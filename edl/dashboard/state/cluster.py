@@ -24,10 +24,7 @@ from edl.kube.client import KubeClient
 from edl.kube.objects import Object, read_time
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
-from edl.master.kube.members.naming import (
-    MANAGED_BY,
-    PREVIOUS_SPEC_APPLIES,
-)
+from edl.master.kube.members.naming import MANAGED_BY, PREVIOUS_SPEC_APPLIES
 from edl.master.kube.members.pods import MemberPod, get_mapping, read_member_pods
 from edl.quoting import shown
 
@@ -150,41 +147,33 @@ def _pod_state(pod: MemberPod) -> tuple[str, str]:
     return ("starting", waits) if pod.scheduled else ("unscheduled", pod.no_node)
 
 
-MAX_JOBS: Final = 500
+_MAX_JOBS: Final = 500
 """Maximum number of jobs in `edl jobs`: a cluster keeps ended jobs until they are deleted."""
 _PODS: Final = "=".join(MANAGED_BY)
 
 
-class ClusterReader:
-    """Reads jobs and pools in some namespaces (all if none is named) repeatedly. Not thread-safe."""
+def read_cluster(
+    client: KubeClient, namespaces: Sequence[str], *, members: bool = False, max_jobs: int = _MAX_JOBS
+) -> KubernetesStatus:
+    """Read jobs and pools in some namespaces, in all if none is named.
 
-    def __init__(
-        self, client: KubeClient, namespaces: Sequence[str], *, members: bool = False, max_jobs: int = MAX_JOBS
-    ) -> None:
-        self._client = client
-        self._namespaces = tuple(namespaces)
-        self._members = members
-        self._max_jobs = max_jobs
-        self._last = KubernetesStatus(self._namespaces)
+    Raises:
+        EDLError: The API server does not respond, or refuses.
+    """
 
-    def read(self) -> KubernetesStatus:
-        """Read everything; EDLError if the API server does not respond, or refuses."""
-        jobs = self._list(ELASTIC_JOBS)
-        pools = self._list(TEACHER_POOLS)
-        pods = self._list(PODS, _PODS) if self._members else None
-        found = sort_workloads(decode_workload("job", job, pods) for job in jobs)
-        self._last = KubernetesStatus(
-            namespaces=self._namespaces,
-            looked=time.time(),
-            jobs=tuple(found[: self._max_jobs]),
-            pools=tuple(sort_workloads(decode_workload("pool", pool, pods) for pool in pools)),
-            more_jobs=max(0, len(found) - self._max_jobs),
-        )
-        return self._last
+    def read(kind: ResourceType, labels: str = "") -> list[Object]:
+        return [item for place in namespaces or ("",) for item in client.list(kind, place, label_selector=labels).items]
 
-    def _list(self, kind: ResourceType, labels: str = "") -> list[Object]:
-        places = self._namespaces or ("",)
-        return [item for place in places for item in self._client.list(kind, place, label_selector=labels).items]
+    jobs, pools = read(ELASTIC_JOBS), read(TEACHER_POOLS)
+    pods = read(PODS, _PODS) if members else None
+    found = sort_workloads(decode_workload("job", job, pods) for job in jobs)
+    return KubernetesStatus(
+        namespaces=tuple(namespaces),
+        looked=time.time(),
+        jobs=tuple(found[:max_jobs]),
+        pools=tuple(sort_workloads(decode_workload("pool", pool, pods) for pool in pools)),
+        more_jobs=max(0, len(found) - max_jobs),
+    )
 
 
 _MAX_SHOWN: Final = 100
@@ -197,13 +186,13 @@ _SHARE: Final = 0.2
 """Maximum share of time spent on polls: a cluster with thousands of jobs is polled less often."""
 
 
-class ClusterView(ClusterReader):
+class ClusterView:
     """Reads jobs and pools as often as a page needs them. Not thread-safe. SettingsError without a usable cluster."""
 
     def __init__(self, settings: KubeSettings, namespaces: Sequence[str] = ()) -> None:
-        client = KubeClient(settings)
-        places = tuple(dict.fromkeys(name or client.namespace for name in namespaces or ("",)))
-        super().__init__(client, places, members=True, max_jobs=_MAX_SHOWN)
+        self._client = KubeClient(settings)
+        places = dict.fromkeys(name or self._client.namespace for name in namespaces or ("",))
+        self._last = KubernetesStatus(tuple(places))
         self._every_s = min(_EVERY_S * len(places), _AWAY_S)
         self._next = 0.0
 
@@ -212,7 +201,7 @@ class ClusterView(ClusterReader):
         began = time.monotonic()
         if began >= self._next:
             try:
-                self.read()
+                self._last = read_cluster(self._client, self._last.namespaces, members=True, max_jobs=_MAX_SHOWN)
             except EDLError as exc:
                 self._last = replace(self._last, stale=f"last known state: {shown(exc)}")
             took_s = time.monotonic() - began

@@ -53,9 +53,9 @@ class History(Generic[P]):
         return tuple(self._points)
 
     @property
-    def last_t(self) -> float | None:
-        """The time of the newest point; None without any."""
-        return self._points[-1].t if self._points else None
+    def last_t(self) -> float:
+        """The time of the newest point; 0 without any."""
+        return self._points[-1].t if self._points else 0.0
 
     def append(self, point: P) -> None:
         """Append a point if it is newer than the last one; otherwise the clock went back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -117,14 +117,14 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
     return job_status(job, summary, master, count, last_events)
 
 
-def sort_jobs(jobs: Mapping[str, JobStatus]) -> list[JobStatus]:
+def sort_jobs(jobs: Iterable[JobStatus]) -> list[JobStatus]:
     """Return running jobs first, then ended jobs, latest first, then jobs that were given up."""
 
     def rank(job: JobStatus) -> tuple[int, float, str]:
         order = {"done": 1, "failed": 1, GAVE_UP: 2}.get(job.state, 0)
         return order, -(job.began + job.elapsed_s), job.job
 
-    return sorted(jobs.values(), key=rank)
+    return sorted(jobs, key=rank)
 
 
 def _decode(entry: Entry) -> JobPart | ProtocolError:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import edl
-from edl.collective.goodput import JobSummary
 from edl.dashboard.state.cluster import ClusterView
 from edl.dashboard.state.history import (
     FROM_ENDED,
@@ -30,7 +28,6 @@ from edl.dashboard.state.schema import (
     EventRow,
     JobPoint,
     JobStatus,
-    MasterStatus,
     ServicePoint,
     ServiceStatus,
 )
@@ -85,8 +82,7 @@ class StateReader:
         self._credentials = credentials
         self._store: Store | None = None
         self._registry: Registry | None = None
-        self._jobs: JobReader | None = None
-        self._services: ServiceReader | None = None
+        self._readers: tuple[JobReader, ServiceReader] | None = None
         self._job_histories: dict[str, History[JobPoint]] = {}
         self._service_histories: dict[str, History[ServicePoint]] = {}
         self._changes: deque[EventRow] = deque(maxlen=LAST_MERGED)
@@ -104,27 +100,28 @@ class StateReader:
         self.looks += 1
         kubernetes = self._cluster.latest() if self._cluster is not None else None
         try:
-            self._open()
-            assert self._store is not None
-            assert self._jobs is not None
-            assert self._services is not None
-            summaries, masters, unreadable = self._jobs.read(now_s)
-            services, wanted, rejected = self._services.read(now_s)
+            store, job_reader, service_reader = self._open()
+            summaries, masters, unreadable = job_reader.read(now_s)
+            services, wanted, rejected = service_reader.read(now_s)
         except EDLError as exc:
             stale = f"last known state: {shown(exc)}"
             self._last = replace(self._last, time=time.time(), stale=stale, kubernetes=kubernetes)
             return self._last
-        jobs = self._job_statuses(summaries, masters, wanted)
+        counts = {name: decode_wanted(count) for (kind, name), count in wanted.items() if kind == "workers"}
+        jobs = sort_jobs(
+            job_status(name, summaries.get(name), masters.get(name), counts.get(name), LAST_EVENTS)
+            for name in summaries.keys() | masters.keys()
+        )
         if self._job is not None:
             services = [service for service in services if _serves(service, self._job)] or services
         kept: dict[str, list[Any]] = {}
         if now_s - (self._last.looked or 0.0) > _AWAY_S:
             names = {f"jobs/{job.job}" for job in jobs[:MAX_JOBS]} | {f"services/{one.service}" for one in services}
-            kept = read_kept(self._store, names, self.looks)
+            kept = read_kept(store, names, self.looks)
         sampled = [self._with_history(job, kept.get(f"jobs/{job.job}", []), now_s) for job in jobs[:MAX_JOBS]]
         followed = [self._service_with_history(one, kept.get(f"services/{one.service}", []), now_s) for one in services]
-        _forget(self._job_histories, {job.job for job in sampled})
-        _forget(self._service_histories, {service.service for service in followed})
+        self._job_histories = {job.job: self._job_histories[job.job] for job in sampled}
+        self._service_histories = {one.service: self._service_histories[one.service] for one in followed}
         if self._last.looked is not None:
             self._changes += find_changes(self._last.services, followed, now_s)
         self._last = DashboardState(
@@ -148,54 +145,35 @@ class StateReader:
             if opened is not None:
                 opened.close()
 
-    def _open(self) -> None:
+    def _open(self) -> tuple[Store, JobReader, ServiceReader]:
         if self._store is None:
             self._store = open_store(self._url, timeout_s=_TIMEOUT_S, credentials=self._credentials)
-        if self._services is None:
+        if self._readers is None:
             self._registry = open_registry(self._registry_url, timeout_s=_TIMEOUT_S, credentials=self._credentials)
-            self._jobs = JobReader(self._store, self._job)
-            self._services = ServiceReader(self._store, self._registry)
-
-    def _job_statuses(
-        self,
-        summaries: Mapping[str, JobSummary],
-        masters: Mapping[str, MasterStatus],
-        wanted: Mapping[tuple[str, str], Mapping[str, Any]],
-    ) -> list[JobStatus]:
-        found = {}
-        for job in summaries.keys() | masters.keys():
-            count = wanted.get(("workers", job))
-            found[job] = job_status(
-                job,
-                summaries.get(job),
-                masters.get(job),
-                decode_wanted(count) if count is not None else None,
-                LAST_EVENTS,
-            )
-        return sort_jobs(found)
+            self._readers = JobReader(self._store, self._job), ServiceReader(self._store, self._registry)
+        return self._store, *self._readers
 
     def _with_history(self, job: JobStatus, kept: list[JobPoint], now_s: float) -> JobStatus:
         history = self._job_histories.setdefault(job.job, History())
-        if history.last_t is not None and history.points[0].t < job.began:
+        if history.points and history.points[0].t < job.began:
             history = self._job_histories[job.job] = History()  # a new job of the same name has started
         ended = job.state in ("done", "failed")
         most = FROM_ENDED if ended else FROM_LEDGER
-        kept = [point for point in kept if max(history.last_t or 0.0, job.began) < point.t <= now_s]
+        kept = [point for point in kept if max(history.last_t, job.began) < point.t <= now_s]
         if kept:
-            history.extend(points_of_ledger(job, history.last_t or 0.0, kept[0].t, self.looks, most))
+            history.extend(points_of_ledger(job, history.last_t, kept[0].t, self.looks, most))
             history.extend(thin(kept, most))
-        last_t = history.last_t or 0.0
-        behind_s = min(now_s, job.began + job.elapsed_s) - last_t
+        behind_s = min(now_s, job.began + job.elapsed_s) - history.last_t
         if not job.master_only and behind_s > (_ROUNDING_S if ended else _GAP_S):
-            history.extend(points_of_ledger(job, last_t, now_s, self.looks, most))
-        if not ended and now_s - (history.last_t or 0.0) >= _SAMPLE_S:
+            history.extend(points_of_ledger(job, history.last_t, now_s, self.looks, most))
+        if not ended and now_s - history.last_t >= _SAMPLE_S:
             history.append(job_point(job, now_s, self.looks))
         return replace(job, history=history.points)
 
     def _service_with_history(self, service: ServiceStatus, kept: list[ServicePoint], now_s: float) -> ServiceStatus:
         history = self._service_histories.setdefault(service.service, History())
         history.extend(point for point in kept if point.t <= now_s)
-        if now_s - (history.last_t or 0.0) >= _SAMPLE_S:
+        if now_s - history.last_t >= _SAMPLE_S:
             history.append(service_point(service, now_s, self.looks))
         return replace(service, history=history.points)
 
@@ -208,8 +186,3 @@ def shown_url(url: str) -> str:
 
 def _serves(service: ServiceStatus, job: str) -> bool:
     return any(student.job == job for student in service.students)
-
-
-def _forget(histories: dict[str, Any], present: set[str]) -> None:
-    for name in histories.keys() - present:
-        del histories[name]

@@ -154,13 +154,13 @@ _GONE: Final = (
     "its record expired: it closed, was killed, or was paused for longer than its lease "
     f"({DiscoverySettings.ttl_s:g} s by default)"
 )
-_KINDS: Final = {"ready": "join", "starting": "starting", "draining": "draining", "lapsed": "lapsed"}
-_TEXTS: Final = {
-    "ready": "the teacher is ready",
-    "starting": "a teacher is starting",
-    "draining": "the teacher is finishing its requests",
-    "lapsed": "the teacher is gone",
+_STATES: Final = {
+    "ready": ("join", "the teacher is ready"),
+    "starting": ("starting", "a teacher is starting"),
+    "draining": ("draining", "the teacher is finishing its requests"),
+    "lapsed": ("lapsed", "the teacher is gone"),
 }
+"""Kind and text of the event, by the state that a teacher has now."""
 
 
 def find_changes(before: Sequence[ServiceStatus], after: Sequence[ServiceStatus], now_s: float) -> Iterator[EventRow]:
@@ -185,7 +185,7 @@ def _teacher_changes(name: str, old: Mapping[str, str], new: Mapping[str, str], 
                 cause = {"draining": _DRAINED, "ready": _LEFT}.get(old[teacher], _GONE)
                 yield EventRow(now_s, "leave", "the teacher left", cause, service=name, node=teacher)
             continue
-        kind, words = _KINDS.get(state, state), _TEXTS.get(state, f"the teacher is {state}")
+        kind, words = _STATES.get(state, (state, f"the teacher is {state}"))
         yield EventRow(now_s, kind, words, _LAPSED if state == "lapsed" else "", service=name, node=teacher)
 
 

@@ -29,14 +29,6 @@ class MetricSpec(NamedTuple):
     text: str
 
 
-class ServerFigures(NamedTuple):
-    """Figures of the server: reads of the store, seconds of the last one, and event-stream clients."""
-
-    looks: int
-    look_s: float
-    clients: int
-
-
 _JOB: Final = ("job_name",)
 _DATASET: Final = ("job_name", "dataset")
 _TEACHER: Final = ("service", "teacher")
@@ -48,15 +40,11 @@ _TEACHER_STATES: Final = ("starting", "ready", "draining", "lapsed")
 
 METRICS: Final = (
     MetricSpec("edl_dashboard_store_up", "gauge", (), "1 if the last look at the Store and the registry succeeded."),
-    MetricSpec("edl_dashboard_looks_total", "counter", (), "Looks at the Store, for all clients together."),
-    MetricSpec("edl_dashboard_last_look_seconds", "gauge", (), "Duration of the last look."),
-    MetricSpec("edl_dashboard_clients", "gauge", (), "Browsers connected to the stream of events."),
     MetricSpec("edl_dashboard_unreadable_records", "gauge", (), "Records in the Store that cannot be read."),
     MetricSpec("edl_job_state", "gauge", (*_JOB, "state"), "1 for the current state of the job."),
     MetricSpec("edl_job_generation", "gauge", _JOB, "Current generation; grows by 1 with every restart."),
     MetricSpec("edl_job_world_size", "gauge", _JOB, "Ranks that train."),
     MetricSpec("edl_job_wanted_workers", "gauge", _JOB, "Workers that the job's master wants, if one decides."),
-    MetricSpec("edl_job_wanted_age_seconds", "gauge", _JOB, "Time since a master last reported how many it wants."),
     MetricSpec("edl_job_nodes", "gauge", (*_JOB, "state"), "Live nodes, by state."),
     MetricSpec("edl_job_left_out_hosts", "gauge", _JOB, "Hosts excluded because one of their GPUs failed."),
     MetricSpec("edl_job_step", "gauge", _JOB, "The last step that was finished."),
@@ -65,19 +53,13 @@ METRICS: Final = (
     MetricSpec("edl_job_goodput_ratio", "gauge", _JOB, "Share of the time since its start spent on steps that count."),
     MetricSpec("edl_job_seconds_total", "counter", (*_JOB, "category"), "The job's time by category."),
     MetricSpec("edl_master_up", "gauge", _JOB, "1 if a master leads and has reported recently."),
-    MetricSpec("edl_master_term", "gauge", _JOB, "Masters that the job has had."),
-    MetricSpec("edl_master_report_age_seconds", "gauge", _JOB, "Time since the master's last report."),
-    MetricSpec("edl_master_commands_total", "counter", _JOB, "Commands in the master's journal."),
-    MetricSpec("edl_master_epoch", "gauge", _DATASET, "The dataset's current epoch, from 0."),
     MetricSpec("edl_master_shards", "gauge", (*_DATASET, "state"), "Shards by state: todo, doing, done, poisoned."),
     MetricSpec("edl_master_shards_done_total", "counter", _DATASET, "Shards done, in all epochs."),
-    MetricSpec("edl_master_units_done_total", "counter", _DATASET, "Units of the dataset done, in all epochs."),
     MetricSpec("edl_master_units_per_second", "gauge", _DATASET, "Units of the dataset done per second, recently."),
     MetricSpec("edl_master_eta_seconds", "gauge", _DATASET, "Time until the dataset is done, at that rate."),
     MetricSpec("edl_master_holders", "gauge", _DATASET, "Readers that hold shards or held some recently."),
     MetricSpec("edl_pool_replicas", "gauge", ("service",), "Teachers that are ready or starting."),
     MetricSpec("edl_pool_wanted_replicas", "gauge", ("service",), "Teachers that the advisor wants, if one decides."),
-    MetricSpec("edl_pool_wanted_age_seconds", "gauge", ("service",), "Time since an advisor last reported it."),
     MetricSpec("edl_service_teachers", "gauge", ("service", "state"), "Teachers by state."),
     MetricSpec("edl_service_students", "gauge", ("service",), "Students that report."),
     MetricSpec("edl_service_teacher_rows_total", "counter", _TEACHER, "Rows that the teacher has computed."),
@@ -95,14 +77,10 @@ class DashboardMetrics(Collector):
     """Collects the latest state (None before the first read) at a scrape, in a registry that includes others."""
 
     def __init__(
-        self,
-        latest: Callable[[], DashboardState | None],
-        figures: Callable[[], ServerFigures],
-        registries: Iterable[CollectorRegistry] = (),
+        self, latest: Callable[[], DashboardState | None], registries: Iterable[CollectorRegistry] = ()
     ) -> None:
         self.registry = CollectorRegistry()
         self._latest = latest
-        self._figures = figures
         self._counters = _Counters()
         self.registry.register(self)
         for registry in registries:
@@ -116,11 +94,7 @@ class DashboardMetrics(Collector):
         """Yield the metrics of a scrape."""
         samples = _Samples()
         state = self._latest()
-        figures = self._figures()
         samples.add("edl_dashboard_store_up", state is not None and not state.stale)
-        samples.add("edl_dashboard_looks_total", figures.looks)
-        samples.add("edl_dashboard_last_look_seconds", figures.look_s)
-        samples.add("edl_dashboard_clients", figures.clients)
         if state is not None and not state.stale:
             samples.add("edl_dashboard_unreadable_records", len(state.unreadable))
             for job in state.jobs:
@@ -178,10 +152,9 @@ def _add_job(samples: _Samples, job: JobStatus, counters: _Counters, now_s: floa
     name = job.job
     for state in _JOB_STATES:
         samples.add("edl_job_state", job.state == state, name, state)
-    if job.wanted_workers is not None and job.state not in ("done", "failed"):
-        if not job.wanted_workers.is_old(now_s):
-            samples.add("edl_job_wanted_workers", job.wanted_workers.count, name)
-        samples.add("edl_job_wanted_age_seconds", job.wanted_workers.age_s(now_s), name)
+    wanted = job.wanted_workers
+    if wanted is not None and not wanted.is_old(now_s) and job.state not in ("done", "failed"):
+        samples.add("edl_job_wanted_workers", wanted.count, name)
     if job.master_only:
         return
     samples.add("edl_job_generation", max(0, job.generation), name)
@@ -203,18 +176,12 @@ def _add_job(samples: _Samples, job: JobStatus, counters: _Counters, now_s: floa
 
 def _add_master(samples: _Samples, job: str, master: MasterStatus, counters: _Counters) -> None:
     samples.add("edl_master_up", master.state == "leading", job)
-    samples.add("edl_master_term", master.term, job)
-    samples.add("edl_master_report_age_seconds", master.age_s, job)
-    samples.add("edl_master_commands_total", master.commands, job)
     for dataset in master.datasets:
         labels = job, dataset.name
-        samples.add("edl_master_epoch", dataset.epoch, *labels)
         for state in SHARD_STATES:
             samples.add("edl_master_shards", dataset.shards[state], *labels, state)
         done = counters.held(dataset.shards["done"], "shards", *labels)
         samples.add("edl_master_shards_done_total", done, *labels)
-        if dataset.units_done is not None:
-            samples.add("edl_master_units_done_total", counters.held(dataset.units_done, "units", *labels), *labels)
         samples.add("edl_master_units_per_second", dataset.units_per_s, *labels)
         samples.add("edl_master_eta_seconds", dataset.eta_s, *labels)
         samples.add("edl_master_holders", len(dataset.holders), *labels)
@@ -226,10 +193,8 @@ def _add_service(samples: _Samples, service: ServiceStatus, now_s: float) -> Non
     for state in _TEACHER_STATES:
         samples.add("edl_service_teachers", states[state], name, state)
     samples.add("edl_pool_replicas", states["ready"] + states["starting"], name)
-    if service.wanted is not None:
-        if not service.wanted.is_old(now_s):
-            samples.add("edl_pool_wanted_replicas", service.wanted.count, name)
-        samples.add("edl_pool_wanted_age_seconds", service.wanted.age_s(now_s), name)
+    if service.wanted is not None and not service.wanted.is_old(now_s):
+        samples.add("edl_pool_wanted_replicas", service.wanted.count, name)
     samples.add("edl_service_students", len(service.students), name)
     for teacher in service.teachers:
         labels = name, teacher.id

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from edl.background import start_call
-from edl.dashboard.metrics import DashboardMetrics, ServerFigures
+from edl.dashboard.metrics import DashboardMetrics
 from edl.dashboard.state import StateReader
 from edl.dashboard.state.cluster import ClusterView
 from edl.dashboard.streams import NO_STORE, EventStreams, LookLoop
@@ -156,9 +156,7 @@ class DashboardServer(AppServer):
         self._looks = looks = LookLoop(self._reader, self._loop)
         streams = EventStreams(looks)
         self._metrics = DashboardMetrics(
-            lambda: looks.latest.state if looks.latest is not None else None,
-            lambda: ServerFigures(self._reader.looks, looks.look_s, looks.clients),
-            self._registries,
+            lambda: looks.latest.state if looks.latest is not None else None, self._registries
         )
         self._hosts = HostCheck(self._settings.local, self._settings.allowed_hosts)
         self._files = _read_static_files()

@@ -80,7 +80,6 @@ class LookLoop:
         self._asked = False
         self.closed = False
         self.latest: Published | None = None
-        self.look_s = 0.0
         self.pause_s = INTERVAL_S
         self.clients = 0
         """Number of connected clients."""
@@ -152,9 +151,9 @@ class LookLoop:
         state = self._reader.read()
         self._previous = Published(self._boot, state, self._reader.looks, self._previous)
         self._looked_at = self._previous.made_at
-        self.look_s = time.monotonic() - now
+        look_s = time.monotonic() - now
         longest_s = _LONGEST_STALE_S if state.stale else _LONGEST_S
-        self.pause_s = min(longest_s, max(INTERVAL_S - self.look_s, self.look_s * (1.0 / _SHARE - 1.0)))
+        self.pause_s = min(longest_s, max(INTERVAL_S - look_s, look_s * (1.0 / _SHARE - 1.0)))
         try:
             self._loop.call_soon_threadsafe(self._publish, self._previous)
         except RuntimeError:  # the server has closed its loop meanwhile

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from edl.cli import main, servers
 from edl.collective.goodput import Event, NodeRecord, ProgressMark, encode_events, summarize
 from edl.collective.job_records import GAVE_UP, JobState
-from edl.dashboard.metrics import METRICS, DashboardMetrics, ServerFigures
+from edl.dashboard.metrics import METRICS, DashboardMetrics
 from edl.dashboard.server import DEFAULT_PORT
 from edl.dashboard.state import jobs, schema
 from edl.dashboard.state import reader as state_reader
@@ -206,8 +206,9 @@ def test_process_is_one_student(registry: Registry, store: Store) -> None:
 
 def _exported(*found: schema.JobStatus, wanted: schema.WantedCount | None = None) -> dict[str, float]:
     state = schema.DashboardState(NOW, "", "", jobs=found, services=(schema.ServiceStatus("s", (), (), wanted),))
-    metrics = DashboardMetrics(lambda: state, lambda: ServerFigures(1, 0.1, 0))
-    return {sample.name: sample.value for family in metrics.collect() for sample in family.samples}
+    return {
+        sample.name: sample.value for family in DashboardMetrics(lambda: state).collect() for sample in family.samples
+    }
 
 
 @pytest.mark.parametrize("age_s", [5.0, 61.0])
@@ -215,15 +216,9 @@ def test_old_wanted_count_is_left_out(age_s: float) -> None:
     wanted = schema.WantedCount(4, 2, "", NOW - 900, NOW - age_s)
     job = jobs.job_status("j", None, None, wanted, 5)
     exported = _exported(job, wanted=wanted)
-    for count, age in (
-        ("edl_pool_wanted_replicas", "edl_pool_wanted_age_seconds"),
-        ("edl_job_wanted_workers", "edl_job_wanted_age_seconds"),
-    ):
-        assert exported.get(count) == (4 if age_s < 60 else None)
-        assert exported[age] == age_s
-    ended = _exported(dataclasses.replace(job, state="done"))
-    assert "edl_job_wanted_workers" not in ended
-    assert "edl_job_wanted_age_seconds" not in ended
+    for name in ("edl_pool_wanted_replicas", "edl_job_wanted_workers"):
+        assert exported.get(name) == (4 if age_s < 60 else None)
+    assert "edl_job_wanted_workers" not in _exported(dataclasses.replace(job, state="done"))
 
 
 @pytest.mark.parametrize("samples", [0, 640])

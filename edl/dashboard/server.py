@@ -185,8 +185,8 @@ class DashboardServer(AppServer):
 
         app = web.Application(middlewares=[check])
         app.on_response_prepare.append(add_headers)
-        app.router.add_get("/", self._index)
-        app.router.add_get("/static/{path:.+}", self._static)
+        app.router.add_get("/", self._file)
+        app.router.add_get("/static/{path:.+}", self._file)
         app.router.add_get("/api/state", self._state)
         app.router.add_get("/api/events", streams.answer)
         app.router.add_get("/metrics", self._answer_metrics)
@@ -227,13 +227,8 @@ class DashboardServer(AppServer):
             return web.Response(status=503, text="the store has not answered yet\n", headers=NO_STORE)
         return web.Response(text="ok\n", headers=NO_STORE)
 
-    async def _index(self, request: web.Request) -> web.Response:
-        return self._file(request, "index.html")
-
-    async def _static(self, request: web.Request) -> web.Response:
-        return self._file(request, request.match_info["path"])
-
-    def _file(self, request: web.Request, path: str) -> web.Response:
+    async def _file(self, request: web.Request) -> web.Response:
+        path = request.match_info.get("path", "index.html")
         if path not in self._files:
             raise web.HTTPNotFound(text="there is no such file\n")
         data, content_type, etag = self._files[path]

@@ -11,7 +11,7 @@ from typing import Final
 
 from edl.collective.goodput import JobPart, JobSummary, decode_part, read_job, summarize
 from edl.collective.job_records import GAVE_UP, prefix
-from edl.dashboard.state.records import decode_master, decode_wanted
+from edl.dashboard.state.records import decode_master, read_fields
 from edl.dashboard.state.schema import JobStatus, MasterStatus, UnreadableRecord, WantedCount
 from edl.discovery.store import Entry, Store
 from edl.errors import ProtocolError, SettingsError
@@ -113,7 +113,7 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
         report = store.get(f"{MASTERS}{job}")
     master = decode_master(report.value, job, now_s) if report is not None else None
     wanted = read_wanted(store, "workers", job)
-    count = decode_wanted(wanted) if wanted is not None else None
+    count = read_fields(WantedCount, wanted) if wanted is not None else None
     return job_status(job, summary, master, count, last_events)
 
 

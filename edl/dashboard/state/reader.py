@@ -22,7 +22,7 @@ from edl.dashboard.state.history import (
     thin,
 )
 from edl.dashboard.state.jobs import LAST_EVENTS, JobReader, job_status, sort_jobs
-from edl.dashboard.state.records import decode_wanted
+from edl.dashboard.state.records import read_fields
 from edl.dashboard.state.schema import (
     DashboardState,
     EventRow,
@@ -30,6 +30,7 @@ from edl.dashboard.state.schema import (
     JobStatus,
     ServicePoint,
     ServiceStatus,
+    WantedCount,
 )
 from edl.dashboard.state.services import LAST_MERGED, ServiceReader, find_changes, merge_events
 from edl.discovery.registry import Registry
@@ -107,7 +108,7 @@ class StateReader:
             stale = f"last known state: {shown(exc)}"
             self._last = replace(self._last, time=time.time(), stale=stale, kubernetes=kubernetes)
             return self._last
-        counts = {name: decode_wanted(count) for (kind, name), count in wanted.items() if kind == "workers"}
+        counts = {name: read_fields(WantedCount, count) for (kind, name), count in wanted.items() if kind == "workers"}
         jobs = sort_jobs(
             job_status(name, summaries.get(name), masters.get(name), counts.get(name), LAST_EVENTS)
             for name in summaries.keys() | masters.keys()

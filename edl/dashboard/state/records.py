@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
-from edl.dashboard.state.schema import DatasetStatus, EventRow, MasterStatus, WantedCount
+from edl.dashboard.state.schema import DatasetStatus, EventRow, MasterStatus
 from edl.errors import ProtocolError
 
 D = TypeVar("D")
@@ -20,17 +20,6 @@ _MAX_WHOLE: Final = 2**53
 """JavaScript cannot represent all whole numbers beyond this."""
 _MAX_ITEMS: Final = 1000
 """Maximum length of a list, such as the students of a teacher."""
-
-
-def decode_object(data: bytes) -> Mapping[str, Any]:
-    """Read a JSON object; ProtocolError if the bytes are not one."""
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not JSON: {exc}") from exc
-    if not isinstance(found, dict):
-        raise ProtocolError(f"expected a JSON object, not {type(found).__name__}")
-    return found
 
 
 def text(value: Any, limit: int = _MAX_TEXT) -> str:
@@ -104,7 +93,12 @@ _DECISIONS: Final = frozenset({"poisoned", "retried", "takeover"})
 
 def decode_master(data: bytes, job: str, now_s: float) -> MasterStatus:
     """Read a master's report; ProtocolError if it is not a JSON object. Invalid fields are left out, or None."""
-    fields = decode_object(data)
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise ProtocolError(f"not JSON: {exc}") from exc
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"expected a JSON object, not {type(fields).__name__}")
     written = number(fields.get("time"))
     age_s = max(0.0, now_s - written) if written is not None else None
     state = text(fields.get("state"))
@@ -116,11 +110,6 @@ def decode_master(data: bytes, job: str, now_s: float) -> MasterStatus:
     return read_fields(
         MasterStatus, fields, job=job, state=state, age_s=age_s, datasets=tuple(datasets), events=tuple(events)
     )
-
-
-def decode_wanted(fields: Mapping[str, Any]) -> WantedCount:
-    """Read a record of a wanted count."""
-    return read_fields(WantedCount, fields)
 
 
 def _dataset(row: Mapping[str, Any]) -> DatasetStatus:

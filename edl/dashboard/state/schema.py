@@ -165,13 +165,9 @@ class WantedCount:
     time: float | None = None
     decisions: tuple[WantedDecision, ...] = ()
 
-    def age_s(self, now_s: float) -> float | None:
-        """Return the age of the record; None if unknown."""
-        return None if self.time is None else max(0.0, now_s - self.time)
-
     def is_old(self, now_s: float) -> bool:
         """Return whether the record is so old that no master is deciding."""
-        return (self.age_s(now_s) or 0.0) > _OLD_S
+        return self.time is not None and now_s - self.time > _OLD_S
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from edl.dashboard.state.records import decode_wanted, text
+from edl.dashboard.state.records import read_fields, text
 from edl.dashboard.state.schema import EventRow, JobStatus, ServiceStatus, TeacherStatus, UnreadableRecord, WantedCount
 from edl.discovery.registry import Instance, Registry, Snapshot
 from edl.discovery.store import Store
@@ -58,7 +58,7 @@ class ServiceReader:
                     service=name,
                     teachers=tuple(_teachers(snapshots.get(name), loads.get(name), asked)),
                     students=tuple(asked),
-                    wanted=decode_wanted(count) if count is not None else None,
+                    wanted=read_fields(WantedCount, count) if count is not None else None,
                 )
             )
         return services, wanted, unreadable

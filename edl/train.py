@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, Evaluator, State
 from edl.collective.ranks import gather_bytes
+from edl.collective.training.gradients import check_materialized
 from edl.datasets.files import find_files, open_file
 from edl.datasets.parquet import import_parquet
 from edl.distill.divergences import NO_LABEL
@@ -189,7 +190,13 @@ class _Training:
         self._network = self._made("model", None, nn.Module).to(self._device).train()  # also a pretrained one
         keras = sys.modules.get("keras")  # with its torch backend, whose models are modules
         self._how = {"training": True} if keras is not None and isinstance(self._network, keras.Model) else {}
+        check_materialized(self._network)
         parameters = [parameter for parameter in self._network.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise SettingsError(
+                "the result of model() has no parameter to train: leave some unfrozen, and begin a Keras model with "
+                "keras.Input"
+            )
         optimizer = self._made("optimizer", torch.optim.Adam, torch.optim.Optimizer, parameters)
         self._sampler = sampler = ElasticSampler(len(self._table), global_batch=plan.batch, seed=plan.seed)
         self._evaluator = Evaluator(self._evaluate, limit_s=_EVALUATION_S)

@@ -22,6 +22,7 @@ from edl.cli import main as edl_main  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 from edl.train import ParquetTable, TrainPlan, _hard_loss, _Training, load_definition, main  # noqa: E402
 
+LOSS = "def loss(outputs, labels):\n    return "
 MODEL = "import torch\ndef model():\n    return torch.nn.Linear(2, 3)\n"
 
 
@@ -131,9 +132,20 @@ def test_output_is_tried_first(train: Any, tmp_path: Path) -> None:
         train("def model():\n    raise AssertionError('too late')", "never", output=f"{tmp_path}/file")
 
 
-def test_nan_ends_training(train: Any) -> None:
-    with pytest.raises(SettingsError, match="epoch 0: the training loss is nan"):
-        train(MODEL + "def loss(outputs, labels):\n    return outputs.mean() * float('nan')", "unsound")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (MODEL + LOSS + "outputs.mean() * float('nan')", "epoch 0: the training loss is nan"),
+        (MODEL + LOSS + "outputs.sum(1)", r"the loss has the shape \[3\]: .*losses\.mean\(\)"),
+        (MODEL + LOSS + "1.5", "the loss is 1.5: it must be a tensor"),
+        (MODEL + "def optimizer(parameters):\n    return torch.optim.LBFGS(parameters)", "LBFGS needs a closure"),
+        (MODEL.replace("Linear(2, 3)", "LazyLinear(3)"), "weight of the model has no shape yet: run a batch through"),
+        (MODEL.replace("Linear(2, 3)", "Identity()"), "no parameter to train"),
+    ],
+)
+def test_unsound_definition_ends_training(train: Any, source: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        train(source, "unsound")
 
 
 @pytest.mark.parametrize(

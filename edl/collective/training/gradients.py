@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from edl.collective.checkpoint.state.fields import layers
 from edl.errors import SettingsError
@@ -72,6 +73,12 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
             raise SettingsError(
                 "DistributedDataParallel averages over different ranks than ElasticTrainer: pass both the same group"
             )
+
+
+def check_materialized(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise SettingsError(f"{name} of the model has no shape yet: run a batch through the lazy module first")
 
 
 def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:

@@ -12,6 +12,7 @@ pass (SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -30,6 +31,7 @@ from edl.collective.training.sampler import ElasticSampler, cut_rows, micro_batc
 from edl.collective.training.step import ONE_ROW, StepRequirements, TrainingStep, begin_step
 from edl.collective.training.tuner import AutoBatch, BatchSizeTuner
 from edl.errors import ProtocolError, SettingsError
+from edl.quoting import quote
 
 logger = logging.getLogger("edl.collective")
 
@@ -166,6 +168,13 @@ class ElasticTrainer:
         if clip_norm is not None and not clip_norm > 0:
             raise SettingsError(f"clip_norm={clip_norm}: must be above 0, or None for no clipping")
         micro_batch_sizes(1, max_micro_batch)  # raises if max_micro_batch is invalid
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise SettingsError(
+                f"{type(optimizer).__name__} needs a closure, to compute the loss several times in a step, but a step "
+                "here computes it once, in micro-batches: use another optimizer, such as SGD or AdamW"
+            )
+        gradients.check_materialized(model)
         self.model = model
         self.optimizer = optimizer
         self.sampler = sampler
@@ -271,11 +280,15 @@ class ElasticTrainer:
             loss: Mean loss over the micro-batch's rows, weighted by their `weights` if you passed any; a scalar.
 
         Raises:
-            SettingsError: No micro-batch is due, or the loss of a micro-batch without weight is not finite.
+            SettingsError: No micro-batch is due, the loss is not a single number, or that of a micro-batch without
+                weight is not finite.
         """
         step = self._step
         if step is None or step.due is None:
             raise SettingsError("call backward() in the loop over micro_batches(), once for each")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"has the shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"is {quote(loss)}"
+            raise SettingsError(f"the loss {what}: it must be a tensor with one number, such as losses.mean()")
         rows = step.due_weight
         step.due = None
         step.begun = True

@@ -64,7 +64,7 @@ class CheckpointWriter:
     ) -> None:
         self._folder = CheckpointFolder(url)
         self._run = run
-        self._keep = max(1, keep)
+        self._keep = keep
         self._fence = fence or (lambda: True)
         self._done: StateVersion = NO_VERSION
 

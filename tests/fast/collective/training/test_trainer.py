@@ -62,13 +62,19 @@ def test_near_fractions_make_a_step() -> None:
 Setup = tuple[ElasticTrainer, nn.Module, torch.optim.Optimizer]
 
 
-def setup(kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> Setup:
+def setup(
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD, module: nn.Module | None = None, **options: Any
+) -> Setup:
     torch.manual_seed(3)
-    model = nn.Linear(4, 1).double()
+    model = (module or nn.Linear(4, 1)).double()
     optimizer = kind(model.parameters(), lr=0.1)
     if not {"sampler", "global_batch"} & options.keys():
         options["global_batch"] = 8
     return ElasticTrainer(model, optimizer, **options), model, optimizer
+
+
+def batch_norm(**options: Any) -> Setup:
+    return setup(module=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)), **options)
 
 
 def rows(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -114,6 +120,8 @@ def test_calls_out_of_order() -> None:
         trainer.backward(model(inputs).mean())
     micros = trainer.micro_batches((inputs, targets))
     next(micros)
+    with pytest.raises(SettingsError, match=r"the loss has the shape \[8, 1\].*losses\.mean\(\)"):
+        trainer.backward(model(inputs))
     with pytest.raises(SettingsError, match=r"backward\(\) was not called"):
         next(micros)
     with pytest.raises(SettingsError, match="2 of 2 micro-batches"):
@@ -123,13 +131,6 @@ def test_calls_out_of_order() -> None:
     trainer.discard()
     train((trainer, model, trainer.optimizer))
     assert trainer.samples == 8
-
-
-def batch_norm(**options: Any) -> Setup:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ElasticTrainer(model, optimizer, **options), model, optimizer
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,8 @@ def batch_norm(**options: Any) -> Setup:
         (batch_norm, {"global_batch": 8, "max_micro_batch": 2}, r"=2: .*BatchNorm1d cannot be trained with one row"),
         (batch_norm, {"sampler": ElasticSampler(17, global_batch=8)}, r'17 samples in batches of 8.*tail="drop"'),
         (batch_norm, {"sampler": ElasticSampler(17, global_batch=1)}, r"SyncBatchNorm and GroupNorm can"),
+        (setup, {"kind": torch.optim.LBFGS}, "LBFGS needs a closure.*such as SGD or AdamW"),
+        (setup, {"module": nn.LazyLinear(1)}, "weight of the model has no shape yet: run a batch"),
         (schedule, {"samples_per_step": 0}, "samples_per_step=0"),
         (plateau, {}, r"on_result=plateau\.step"),
         (count_rows, {"batch": 7}, "rows"),

@@ -8,7 +8,6 @@ import os
 import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from numbers import Integral
 from types import TracebackType
 from typing import Any, Final, Literal
 
@@ -140,7 +139,7 @@ class Checkpointer:
     ) -> None:
         if overlap:
             raise SettingsError(describe_removal("overlap"))
-        if not isinstance(keep, Integral) or keep < 1:
+        if not isinstance(keep, int) or keep < 1:
             raise SettingsError(f"keep={keep!r}: the number of checkpoints to keep must be a whole number, such as 3")
         if overhead is None and interval_s is None and interval_steps is None:
             overhead = OVERHEAD

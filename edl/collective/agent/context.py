@@ -178,7 +178,7 @@ class AgentContext:
         self.membership = Membership(store, spec.job, node, spec.ttl_s, partial(events.put, None))
         stack.callback(self.membership.close)
         self.status = StatusPublisher(store, spec.job, self.id, spec.workers)
-        stack.callback(_close_status, self.status, signals)
+        stack.callback(lambda: self.status.close(_URGENT_PUBLISH_TIMEOUT_S if signals.urgent else _PUBLISH_TIMEOUT_S))
         slots = [Path(self.host.slots(rank)) for rank in range(spec.workers)]
         self.persister = CheckpointPersister(
             spec.checkpoint,
@@ -204,10 +204,6 @@ class AgentContext:
         self.worker_group = stack.enter_context(
             closing(WorkerGroup(spec, self.host, events.put, signals.raise_if_stopping))
         )
-
-
-def _close_status(status: StatusPublisher, signals: StopSignals) -> None:
-    status.close(timeout_s=_URGENT_PUBLISH_TIMEOUT_S if signals.urgent else _PUBLISH_TIMEOUT_S)
 
 
 def _may_complete_checkpoint(membership: Membership, signals: StopSignals) -> bool:

@@ -133,7 +133,7 @@ def _changed(
     if ending:
         joining = []  # a node that joins now would find nothing to do
     if not leaving and not joining:
-        return _unpaused(world)
+        return replace(world, pause_at=None) if world.pause_at is not None else None  # paused workers then continue
     why = "; ".join(
         part for part in (leaving and f"{_names(leaving)} left", joining and f"{_names(joining)} joined") if part
     )
@@ -145,11 +145,6 @@ def _changed(
     if paused or observation.pausing_s >= max(settings.pause_timeout_s, observation.pause_needs_s):
         return _next_generation(world, nodes, settings, why)
     return None
-
-
-def _unpaused(world: World) -> World | None:
-    """Withdraw a pause once no node wants to join or leave; paused workers then continue."""
-    return replace(world, pause_at=None) if world.pause_at is not None else None
 
 
 def _next_generation(world: World, nodes: Mapping[str, Node], settings: RendezvousSettings, why: str) -> World | None:

@@ -243,7 +243,7 @@ class StatusPublisher:
             self._events.append(event)
         self._loop.wake()
 
-    def close(self, *, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 5.0) -> None:
         """Write what is left, with the workers' last status, for at most `timeout_s` seconds."""
         if self._worker_group is not None:
             self._observe_workers(self._worker_group, time.monotonic())

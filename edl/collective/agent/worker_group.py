@@ -378,7 +378,7 @@ class WorkerGroup:
         now = time.monotonic()
         found = []
         for local_rank, pid in running.items():
-            if not _is_stopped(pid):
+            if read_stat(pid)[:1] != ["T"]:
                 self._stopped_since.pop(pid, None)
             elif now - self._stopped_since.setdefault(pid, now) > _STOPPED_S:
                 found.append(local_rank)
@@ -432,7 +432,3 @@ class WorkerGroup:
         for tail in self._log_tails:
             tail.stop()
         self._log_tails.clear()
-
-
-def _is_stopped(pid: int) -> bool:
-    return read_stat(pid)[:1] == ["T"]

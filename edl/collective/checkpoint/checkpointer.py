@@ -376,17 +376,14 @@ class Checkpointer:
             return
         try:
             # sys.exit may be called in the middle of a step, for example from a signal handler: do not save then.
-            if error is None and not self._closed and self._place is not None and self._lacks_last_step():
+            lacking = self._step != self._saved or not self._marked_for_storage
+            if error is None and not self._closed and self._place is not None and lacking:
                 with self._status_page.in_phase(Phase.SAVE):
                     self._save(self._step, self._storage is not None, self._place)
         except BaseException:
             self.close()
             raise
         self._close_or_raise()  # a script that succeeds has its result on storage, with or without an agent
-
-    def _lacks_last_step(self) -> bool:
-        """Return whether the last step is missing from this rank's slots, or is not marked for storage yet."""
-        return self._step != self._saved or not self._marked_for_storage
 
     def _evaluators(self) -> list[Evaluator]:
         """Return the evaluators among the fields of the state, in the same order on all ranks."""

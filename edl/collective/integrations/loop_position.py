@@ -159,7 +159,9 @@ def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
             f"{type(sampler).__name__} counts the samples that were trained, but this trainer does not update it: "
             "remove it, since the position in the data is saved anyway"
         )
-    if not (_is_function_of_epoch(sampler) or (redrawn and _is_drawn(sampler))):
+    # These draw the order once per epoch, from torch's generator or their own.
+    drawn = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    if not (_is_function_of_epoch(sampler) or (redrawn and drawn)):
         raise SettingsError(
             f"{type(sampler).__name__} orders the data differently after a restart: use the trainer's own random or "
             "sequential order, or a sampler whose order depends on its seed and set_epoch() alone"
@@ -176,11 +178,6 @@ def _is_function_of_epoch(sampler: Any) -> bool:
         return _is_function_of_epoch(inner)
     known = isinstance(sampler, SequentialSampler | DistributedSampler)
     return known or hasattr(sampler, "initial_seed") or hasattr(sampler, "set_epoch")
-
-
-def _is_drawn(sampler: Any) -> bool:
-    """Return whether the order is drawn once per epoch, from torch's generator or the sampler's own."""
-    return isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
 
 
 class _Skipping:

@@ -249,15 +249,12 @@ def _join(timeout_s: float) -> None:
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port: Any = paddle.to_tensor([0 if server is None else server.port], dtype="int64")
     paddle.distributed.broadcast(port, 0)
-    host = _endpoints()[0].rpartition(":")[0]
+    first = (read("PADDLE_TRAINER_ENDPOINTS", str) or "127.0.0.1:0").partition(",")[0]
+    host = first.rpartition(":")[0]
     store = server or TCPStore(host, port.item(), is_master=False, timeout=timeout)
     torch.distributed.init_process_group(
         "gloo", store=PrefixStore("edl", store), rank=rank, world_size=world, timeout=timeout
     )
-
-
-def _endpoints() -> list[str]:
-    return (read("PADDLE_TRAINER_ENDPOINTS", str) or "127.0.0.1:0").split(",")
 
 
 def _wait_for(endpoint: str, timeout_s: float) -> None:

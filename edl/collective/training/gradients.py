@@ -281,7 +281,7 @@ class NoiseMeter:
             self._warn(state)
             return True
         if self._warm.get(parameter) is not state:  # remembered, because reading the step may wait for a GPU
-            if not is_warm(state, options):
+            if float(_step(state, options) or 0.0) < _WARM_STEPS:
                 return False
             self._warm[parameter] = state
         return True
@@ -300,10 +300,6 @@ def is_adaptive(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Return whether a parameter's (non-empty) optimizer state looks like that of Adam, RMSprop or Adagrad."""
     # Adadelta has a square_avg too, but divides by more than its root.
     return any(name in state for name in _MEANS) and "acc_delta" not in state and _step(state, options) is not None
-
-
-def is_warm(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    return float(_step(state, options) or 0.0) >= _WARM_STEPS
 
 
 def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor | None:

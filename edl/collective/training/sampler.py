@@ -108,18 +108,13 @@ def _map(part: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(part, tuple):
         mapped = [_map(value, change) for value in part]
         return type(part)(*mapped) if hasattr(part, "_fields") else tuple(mapped)
-    if isinstance(part, list) and any(_is_part(value) for value in part):
+    structures = (torch.Tensor, np.ndarray, Mapping, tuple, list)
+    if isinstance(part, list) and any(isinstance(value, structures) for value in part):
         return [_map(value, change) for value in part]
-    has_rows = part.ndim > 0 if isinstance(part, (torch.Tensor, np.ndarray)) else _can_be_cut(part)
+    if isinstance(part, (torch.Tensor, np.ndarray)):
+        return change(part) if part.ndim else part
+    has_rows = hasattr(part, "__len__") and hasattr(part, "__getitem__") and not isinstance(part, (str, bytes))
     return change(part) if has_rows else part
-
-
-def _is_part(value: object) -> bool:
-    return isinstance(value, (torch.Tensor, np.ndarray, Mapping, tuple, list))
-
-
-def _can_be_cut(part: object) -> bool:
-    return hasattr(part, "__len__") and hasattr(part, "__getitem__") and not isinstance(part, (str, bytes))
 
 
 _VERSION = 1  # of the saved state; any other version is refused

@@ -41,9 +41,12 @@ class OptionScaling:
 
     def __init__(self, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
         self._optimizer = optimizer
-        self._moments = isinstance(policy, SquareRoot) and _scales_moments(optimizer, policy)
+        scaled = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop))
+        self._moments = isinstance(policy, SquareRoot) and (scaled if policy.moments is None else policy.moments)
         self._warned = False
-        if isinstance(policy, AdaScale) and _is_adaptive(optimizer):
+        kinds = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
+        adaptive = isinstance(optimizer, kinds) or any("betas" in group for group in optimizer.param_groups)
+        if isinstance(policy, AdaScale) and adaptive:
             logger.warning(
                 "AdaScale is derived for SGD (Johnson et al. 2020), where a step is the rate times the gradient; %s "
                 "divides the gradient by its own scale, so the gain says little: use SquareRoot() for Adam and "
@@ -88,17 +91,6 @@ class OptionScaling:
                 decay,
             )
         return max(new, 0.0)
-
-
-def _scales_moments(optimizer: torch.optim.Optimizer, policy: SquareRoot) -> bool:
-    if policy.moments is not None:
-        return policy.moments
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop))
-
-
-def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    kinds = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
-    return isinstance(optimizer, kinds) or any("betas" in group for group in optimizer.param_groups)
 
 
 B = TypeVar("B")

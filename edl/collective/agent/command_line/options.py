@@ -184,13 +184,10 @@ def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Names
     for name, value in (("nnodes", str(step.tasks)), ("rdzv_id", step.name)):
         if name in unsaid:
             setattr(parsed, name, usual[name] if parsed.standalone else value)
-    if step.hosts > 1 and step.first_host and not _names_store(parsed, options.get_default("master_addr")):
+    named = parsed.store or parsed.rdzv_endpoint or parsed.standalone or read("EDL_DISCOVERY", str)
+    named = named or parsed.master_addr != options.get_default("master_addr")
+    if step.hosts > 1 and step.first_host and not named:
         parsed.rdzv_endpoint = f"{step.first_host}:{step.rendezvous_port}"
         if "is_host=" not in parsed.rdzv_conf:
             parsed.rdzv_conf = ",".join(filter(None, (parsed.rdzv_conf, f"is_host={int(step.is_first_host)}")))
     return parsed
-
-
-def _names_store(options: argparse.Namespace, usual_address: str) -> bool:
-    named = options.store or options.rdzv_endpoint or options.standalone or read("EDL_DISCOVERY", str)
-    return bool(named) or options.master_addr != usual_address

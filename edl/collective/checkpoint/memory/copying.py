@@ -60,14 +60,10 @@ class PinnedStaging:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy_tensors(
-        self,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        write: Callable[[Sequence[CopyPiece]], object],
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], write: Callable[[Sequence[CopyPiece]], object]
     ) -> None:
-        """Copy `sources` from GPUs to contiguous CPU `targets`. `write` copies pieces from a buffer, and waits."""
-        pairs = list(zip(targets, sources, strict=True))
-        for device in dict.fromkeys(source.device for source in sources):
+        """Copy to CPU tensors, first in each pair, from GPUs. `write` copies pieces from a buffer, and waits."""
+        for device in dict.fromkeys(source.device for _, source in pairs):
             self._copy_from(device, [pair for pair in pairs if pair[1].device == device], write)
 
     def _copy_from(
@@ -165,37 +161,30 @@ class TensorCopier:
         self._pool: ThreadPoolExecutor | None = None
         self._staging = PinnedStaging()
 
-    @torch.no_grad()
-    def copy_tensors(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy `sources` to `targets`, which are contiguous, on the CPU, and share no memory with a source."""
-        self._copy_pieces(self._plan(targets, sources))
-
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
-    def _plan(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[CopyPiece]:
-        """Return the pieces to copy; tensors that numpy cannot copy are copied right away."""
+    @torch.no_grad()
+    def copy_tensors(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy `sources` to `targets`, which are contiguous, on the CPU, and share no memory with a source."""
         pieces: list[CopyPiece] = []
         on_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
-            if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
-                pieces += _tensor_pieces(target, source.detach())
-            elif source.device.type == "cuda":
+            if source.device.type == "cuda":
                 on_gpu.append((target, source))
-            else:
-                target.copy_(source.detach())
-        if on_gpu:
-            self._staging.copy_tensors([to for to, _ in on_gpu], [of for _, of in on_gpu], self._copy_staged)
-        return pieces
-
-    def _copy_staged(self, pieces: Sequence[CopyPiece]) -> None:
-        self._copy_pieces([part for piece in pieces for part in _cut_pieces(*piece)])
+            elif source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
+                target.copy_(source.detach())  # numpy cannot copy it
+            elif source.numel():
+                to, of = (tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in (target, source))
+                pieces.append((to, of))
+        self._staging.copy_tensors(on_gpu, self._copy_pieces)
+        self._copy_pieces(pieces)
 
     def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
         """Copy pieces: this thread and its helpers take one after another, and it waits for no helper to begin."""
-        waiting = deque(pieces)
+        waiting = deque(part for piece in pieces for part in _cut_pieces(*piece))
 
         def work() -> None:
             try:
@@ -218,12 +207,6 @@ class TensorCopier:
             for helper in helpers:
                 if not helper.cancel():
                     helper.result()
-
-
-def _tensor_pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[CopyPiece]:
-    if not source.numel():
-        return
-    yield from _cut_pieces(*(tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (target, source)))
 
 
 def _cut_pieces(to: Any, of: Any) -> Iterator[CopyPiece]:

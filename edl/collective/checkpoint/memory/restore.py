@@ -23,7 +23,6 @@ from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
 from edl.collective.checkpoint.memory.slots import (
     HEADER_NBYTES,
     CompleteSlot,
-    SlotCopy,
     SlotHeader,
     SlotPair,
     StateVersion,
@@ -181,9 +180,6 @@ class _LocalSlots:
     own: list[CompleteSlot]
     replicas: list[CompleteSlot]
 
-    def find_slot(self, plan: RestorePlan, part: int) -> CompleteSlot | None:
-        return next((slot for slot in (*self.own, *self.replicas) if plan.matches_slot(slot.header, part)), None)
-
 
 def restore_from_memory(
     state: State,
@@ -301,7 +297,7 @@ def _adopt_slot(plan: RestorePlan, part: int, slots: SlotPair, replica_slots: Re
 
 
 def _require_slot(held: _LocalSlots, plan: RestorePlan, part: int) -> CompleteSlot:
-    found = held.find_slot(plan, part)
+    found = next((slot for slot in (*held.own, *held.replicas) if plan.matches_slot(slot.header, part)), None)
     if found is None:
         raise ProtocolError(
             f"the state after step {plan.step} was in memory, but is gone: is another process using it?"
@@ -366,17 +362,15 @@ def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: r
     loading, seen = None, set()
     offered = [(part, holder) for part, holder in enumerate(plan.holders) if holder >= 0]
     for part, holder in offered:
-        copy = _copy_part(held, plan, part) if holder == ranks.rank_of(group) else None
+        found = _require_slot(held, plan, part) if holder == ranks.rank_of(group) else None
+        copy = _require_unchanged(found.copy_contents(), found) if found is not None else None
         src = ranks.global_rank(holder, group)
         meta = parse_meta(ranks.broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
         for entry in meta.entries:
             new = (entry.key, entry.starts) not in seen  # some layouts keep the same part on several ranks
-            if (
-                entry.nbytes
-                and new
-                and (entry.scope == "shard" or (entry.scope == "replicated" and part == offered[0][0]))
-            ):
+            wanted = entry.scope == "shard" or (entry.scope == "replicated" and part == offered[0][0])
+            if entry.nbytes and new and wanted:
                 seen.add((entry.key, entry.starts))
                 data = copy.data[entry.offset : entry.offset + entry.nbytes] if copy else bytearray(entry.nbytes)
                 shown = torch.frombuffer(data, dtype=torch.uint8)
@@ -384,8 +378,3 @@ def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: r
                 loading.fill_tensors([replace(entry, offset=0)], shown)
     assert loading is not None
     loading.finish()
-
-
-def _copy_part(held: _LocalSlots, plan: RestorePlan, part: int) -> SlotCopy:
-    found = _require_slot(held, plan, part)
-    return _require_unchanged(found.copy_contents(), found)

@@ -31,7 +31,7 @@ import struct
 import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -68,57 +68,8 @@ class SlotHeader:
         return self.generation, self.step, self.world
 
 
-@dataclass(frozen=True)
-class SlotPage:
-    """Contents of the first page of a complete slot."""
-
-    header: SlotHeader
-    sequence: int
-    data_nbytes: int
-    meta_nbytes: int
-    meta_crc: int
-
-    @property
-    def meta_offset(self) -> int:
-        return meta_offset(self.data_nbytes)
-
-    @property
-    def end(self) -> int:
-        return self.meta_offset + self.meta_nbytes
-
-
 def meta_offset(data_nbytes: int) -> int:
     return -(-(HEADER_NBYTES + data_nbytes) // _ALIGN) * _ALIGN
-
-
-def decode_page(page: bytes) -> SlotPage | None:
-    """Parse the first page of a slot's file. Returns None if the slot is not complete."""
-    if len(page) < _END or page[:SEQUENCE_AT] != _MAGIC:
-        return None
-    sequence = int.from_bytes(page[SEQUENCE_AT:_FIELDS_AT], "little")
-    fields = page[_FIELDS_AT:_CRC_AT]
-    if sequence % 2 or page[_CRC_AT:_END] != _crc(sequence, fields):
-        return None
-    generation, step, world, rank, persist, sharded, data_nbytes, meta_nbytes, meta_crc = _FIELDS.unpack(fields)
-    header = SlotHeader(generation, step, world, rank, bool(persist), bool(sharded))
-    return SlotPage(header, sequence, data_nbytes, meta_nbytes, meta_crc)
-
-
-def write_page(memory: mmap.mmap, page: SlotPage) -> None:
-    """Complete a slot whose tensors and metadata are written; the sequence number is written last."""
-    header = page.header
-    fields = _FIELDS.pack(
-        *(header.generation, header.step, header.world, header.rank, header.persist, header.sharded),
-        *(page.data_nbytes, page.meta_nbytes, page.meta_crc),
-    )
-    memory[_FIELDS_AT:_CRC_AT] = fields
-    memory[_CRC_AT:_END] = _crc(page.sequence, fields)
-    memory[:SEQUENCE_AT] = _MAGIC
-    set_sequence(memory, page.sequence)
-
-
-def get_sequence(memory: mmap.mmap) -> int:
-    return int.from_bytes(memory[SEQUENCE_AT:_FIELDS_AT], "little")
 
 
 def set_sequence(memory: mmap.mmap, sequence: int) -> None:
@@ -133,9 +84,14 @@ def _crc(sequence: int, fields: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class CompleteSlot(SlotPage):
+class CompleteSlot:
     """A slot that was complete when it was found."""
 
+    header: SlotHeader
+    sequence: int
+    data_nbytes: int
+    meta_nbytes: int
+    meta_crc: int
     path: Path
 
     def map_file(self) -> mmap.mmap:
@@ -147,7 +103,7 @@ class CompleteSlot(SlotPage):
         """Return the metadata, or None if the slot was overwritten since."""
         try:
             with self.path.open("rb", buffering=0) as file:
-                meta = os.pread(file.fileno(), self.meta_nbytes, self.meta_offset)
+                meta = os.pread(file.fileno(), self.meta_nbytes, meta_offset(self.data_nbytes))
         except OSError:
             return None
         return meta if zlib.crc32(meta) == self.meta_crc and len(meta) == self.meta_nbytes else None
@@ -276,14 +232,21 @@ def slot_nbytes(prefix: Path) -> int:
 
 
 def read_slot(path: Path) -> CompleteSlot | None:
+    """Return the slot in a file, or None if the file is missing or the slot not complete."""
     try:
         with path.open("rb", buffering=0) as file:
             page = file.read(HEADER_NBYTES)
             size = os.fstat(file.fileno()).st_size
     except OSError:
         return None
-    content = decode_page(page)
-    return CompleteSlot(**vars(content), path=path) if content is not None and size >= content.end else None
+    sequence, fields = int.from_bytes(page[SEQUENCE_AT:_FIELDS_AT], "little"), page[_FIELDS_AT:_CRC_AT]
+    if len(page) < _END or page[:SEQUENCE_AT] != _MAGIC or sequence % 2 or page[_CRC_AT:_END] != _crc(sequence, fields):
+        return None
+    generation, step, world, rank, persist, sharded, data_nbytes, meta_nbytes, meta_crc = _FIELDS.unpack(fields)
+    if size < meta_offset(data_nbytes) + meta_nbytes:
+        return None
+    header = SlotHeader(generation, step, world, rank, bool(persist), bool(sharded))
+    return CompleteSlot(header, sequence, data_nbytes, meta_nbytes, meta_crc, path)
 
 
 def read_sequence(path: Path) -> int:
@@ -382,7 +345,12 @@ class SlotPair:
         self._writing = None
         begin = meta_offset(data_nbytes)
         memory[begin : begin + len(meta)] = meta
-        write_page(memory, SlotPage(header, get_sequence(memory) + 1, data_nbytes, len(meta), zlib.crc32(meta)))
+        sequence = int.from_bytes(memory[SEQUENCE_AT:_FIELDS_AT], "little") + 1
+        fields = _FIELDS.pack(*astuple(header), data_nbytes, len(meta), zlib.crc32(meta))
+        memory[_FIELDS_AT:_CRC_AT] = fields
+        memory[_CRC_AT:_END] = _crc(sequence, fields)
+        memory[:SEQUENCE_AT] = _MAGIC
+        set_sequence(memory, sequence)  # last: it makes the slot complete
         if header.persist:
             self._mark_slot(path)
 

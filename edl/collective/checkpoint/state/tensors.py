@@ -254,11 +254,6 @@ class RestoreTarget:
     starts: Shape  # indices in the whole tensor at which `local` begins
     missing: int  # number of elements that are not filled yet
 
-    @classmethod
-    def for_tensor(cls, key: str, value: torch.Tensor) -> RestoreTarget:
-        local, starts = local_box(value)
-        return cls(key, value, local, starts, local.numel())
-
     def fill_part(self, starts: Shape, part: torch.Tensor) -> None:
         """Copy the region that belongs here from `part`, which begins at `starts` of the whole tensor."""
         # Only in its own mode does torch write to a tensor that was made in `inference_mode`.
@@ -284,7 +279,9 @@ class LiveTensors:
     meshes: LiveMeshes  # meshes over which any of these is sharded
 
     def restore_target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:
-        return RestoreTarget.for_tensor(entry.key, self._value(entry, layout))
+        value = self._value(entry, layout)
+        local, starts = local_box(value)
+        return RestoreTarget(entry.key, value, local, starts, local.numel())
 
     def _value(self, entry: TensorEntry, layout: ShardLayout | None) -> torch.Tensor:
         dtype = getattr(torch, entry.dtype, None)

@@ -17,7 +17,6 @@ from edl.distill.options import Options
 from edl.distill.padding import padded
 from edl.distill.pipeline.answers import Combine
 from edl.distill.pipeline.epoch import Epoch, EpochIterator
-from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter, PaddedBatchCutter, Router
@@ -246,7 +245,8 @@ def batch_request(
         ),
         teachers=groups,
         options=options or Options(),
-        cache_config=CacheConfig(cache, dataset) if cache is not None else None,
+        cache=cache,
+        dataset=dataset,
         router=router,
         combine=combine,
         getters=input_getters(inputs),

@@ -16,7 +16,6 @@ from edl.distill.loader import TeachersLike, field_getter, input_getters, resolv
 from edl.distill.options import Options
 from edl.distill.pipeline.answers import Combine, copied
 from edl.distill.pipeline.epoch import Epoch, EpochIterator
-from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Item
@@ -129,7 +128,8 @@ class DistillReader:
             ),
             [],
             options or Options(),
-            CacheConfig(cache, dataset) if cache is not None else None,
+            cache,
+            dataset,
             router,
             combine,
             input_getters(ins, "ins"),
@@ -279,7 +279,7 @@ class DistillReader:
             "top_k": request.output_spec.top_k,
             "dtype": request.output_spec.dtype,
             "version": request.output_spec.version or "any",
-            "cache": (request.cache_config.cache.path or "in memory") if request.cache_config else None,
+            "cache": (request.cache.path or "in memory") if request.cache is not None else None,
             "options": request.options,
         }
         print("DistillReader:")  # noqa: T201 - printing is what this is for
@@ -330,7 +330,7 @@ class DistillReader:
 
     def _start(self) -> LabelSession:
         if self._session is None:
-            groups = self._teachers or teachers_from_env(optional=self._request.cache_config is not None)
+            groups = self._teachers or teachers_from_env(optional=self._request.cache is not None)
             if self._max_teachers is not None:
                 most = self._max_teachers
                 groups = [replace(group, max_teachers=most) if group.service else group for group in groups]

@@ -19,7 +19,6 @@ from edl.datasets.rows import Batch, LabelDataset, RaggedData, SampleId
 from edl.distill.cache import CacheKey, CacheView, SequenceIds, SoftLabelCache, fingerprints_of
 from edl.distill.labelling.fingerprint import DataGuard
 from edl.distill.options import Options
-from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.cutters import BatchCutter, Getter, SequenceColumnsCutter
@@ -169,7 +168,7 @@ def session_of(plan: LabelPlan, cache: SoftLabelCache) -> LabelSession:
     # The queue also has room for the answers that arrive while a run waits for the disk, so none is dropped.
     """Connect to the teachers of a plan."""
     options = replace(plan.options, cache_queue_bytes=plan.options.cache_queue_bytes + plan.options.memory_bytes)
-    return LabelSession(LabelRequest(plan.output_spec, [plan.teachers], options, CacheConfig(cache, plan.dataset)))
+    return LabelSession(LabelRequest(plan.output_spec, [plan.teachers], options, cache, plan.dataset))
 
 
 def label_batches(

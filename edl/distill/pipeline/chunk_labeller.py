@@ -93,9 +93,9 @@ class ChunkLabeller:
         self._epoch_begins = False
         self._traceparent = ""
         try:
-            if request.cache_config is not None:
+            if request.cache is not None:
                 if not request.teachers:
-                    self._offline = OfflineLabels(request.cache_config, request.output_spec)
+                    self._offline = OfflineLabels(request.cache, request.dataset, request.output_spec)
                 self._cache_queue = CacheQueue(options.cache_queue_bytes)
             if options.shared_memory:
                 self._arena = Arena(2 * options.memory_bytes)
@@ -124,8 +124,9 @@ class ChunkLabeller:
         )
         self.engines.append(engine)
         labels = None
-        if request.cache_config is not None:
-            labels = ServiceLabels(request.cache_config, output_spec, identity, engine.compatibility.weights_versions)
+        if request.cache is not None:
+            versions = engine.compatibility.weights_versions
+            labels = ServiceLabels(request.cache, request.dataset, output_spec, identity, versions)
         watcher = TeacherWatcher(group, functools.partial(self.thread.call, engine.set_teachers))
         self._services.append(_Service(engine, output_spec, labels, AnswerSizeEstimator(), watcher))
 

@@ -29,20 +29,6 @@ _MOST_SEEN = 1 << 16  # ids remembered, in about 8 MB; ids shared by several sam
 _MOST_ELEMENTS = 512  # of a row, to compare: takes a tenth of the time of hashing one row in 16
 
 
-@dataclass(frozen=True)
-class CacheConfig:
-    """A cache, and the data set that its ids refer to."""
-
-    cache: SoftLabelCache
-    dataset: str = ""  # distinguishes data sets, their versions and augmentations; see `CacheKey`
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.cache, SoftLabelCache):
-            raise SettingsError(
-                f"cache={self.cache!r}: expected an edl.distill.cache.SoftLabelCache, such as SoftLabelCache(path=...)"
-            )
-
-
 class SeenInputs:
     """Detects an id that is used for rows with different inputs in one run, such as a class number."""
 
@@ -83,12 +69,14 @@ class ServiceLabels:
 
     def __init__(
         self,
-        config: CacheConfig,
+        cache: SoftLabelCache,
+        dataset: str,
         output_spec: OutputSpec,
         service: str,
         weights_versions: Collection[str] = (),
     ) -> None:
-        self.config = config
+        self.cache = cache
+        self._dataset = dataset
         self.inputs: tuple[str, ...] = ()  # names of all inputs that may be sent
         self._output_spec = output_spec
         self._service = service
@@ -105,7 +93,7 @@ class ServiceLabels:
             top_k=self._output_spec.top_k,
             temperature=self._output_spec.temperature,
             dtype=self._output_spec.dtype,
-            dataset=self.config.dataset,
+            dataset=self._dataset,
             service="" if of_weights else self._service,
             inputs=() if spec.inputs else self.inputs,
         )
@@ -113,7 +101,7 @@ class ServiceLabels:
     def view(self, spec: ModelSpec) -> CacheView:
         view = self._views.get((spec.name, spec.version))
         if view is None:
-            view = self._views[spec.name, spec.version] = self.config.cache.view(self.key(spec, spec.version))
+            view = self._views[spec.name, spec.version] = self.cache.view(self.key(spec, spec.version))
         return view
 
     def look_up(self, chunk: Chunk, spec: ModelSpec, fields: Mapping[str, Array]) -> CacheMiss:
@@ -137,16 +125,15 @@ class OfflineLabels:
     labels match, or those of several models or versions.
     """
 
-    def __init__(self, config: CacheConfig, output_spec: OutputSpec) -> None:
+    def __init__(self, cache: SoftLabelCache, dataset: str, output_spec: OutputSpec) -> None:
         self._seen = SeenInputs()
-        cache = config.cache
         fitting = [
             key
             for key in cache.keys()  # noqa: SIM118 - not a mapping
             if set(output_spec.outputs) == set(key.outputs)
             and (not output_spec.model or key.model == output_spec.model)
             and (not output_spec.version or key.version == output_spec.version)
-            and (key.top_k, key.dataset) == (output_spec.top_k, config.dataset)
+            and (key.top_k, key.dataset) == (output_spec.top_k, dataset)
             and (output_spec.top_k is None or key.temperature == output_spec.temperature)
             and output_spec.dtype in (None, key.dtype)
             and cache.store_dtype in (None, key.dtype)
@@ -160,7 +147,7 @@ class OfflineLabels:
         there = "; ".join(key.to_json() for key in (fitting or cache.keys())) or "nothing"
         wanted = (
             f"outputs {list(output_spec.outputs)}, top_k={output_spec.top_k}, "
-            f"temperature={output_spec.temperature:g}, dtype={dtype}, dataset={config.dataset!r}"
+            f"temperature={output_spec.temperature:g}, dtype={dtype}, dataset={dataset!r}"
             + (f", version={output_spec.version!r}" if output_spec.version else "")
         )
         raise SettingsError(
@@ -232,7 +219,7 @@ class CacheMiss:
         if self.view is not None and version == self.spec.version:
             self.view.put(ids, outputs)
             return
-        view = self.labels.config.cache.view(self.labels.key(self.spec, version))
+        view = self.labels.cache.view(self.labels.key(self.spec, version))
         is_new = ~view.contains(ids)
         if is_new.any():
             lengths = ids.lengths if isinstance(ids, SequenceIds) else None

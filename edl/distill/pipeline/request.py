@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from edl.distill.cache import SoftLabelCache
 from edl.distill.options import Options
 from edl.distill.pipeline.answers import Combine, Combiner
-from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.source.cutters import Getter, Router
 from edl.distill.teachers import Teachers
 from edl.distill.transport.schema import OutputSpec
@@ -23,7 +23,8 @@ class LabelRequest:
     output_spec: OutputSpec
     teachers: list[Teachers]  # a group for each service; if empty, the cache must have all labels
     options: Options = field(default_factory=Options)
-    cache_config: CacheConfig | None = None
+    cache: SoftLabelCache | None = None
+    dataset: str = ""  # the data set that ids in the cache refer to; see `CacheKey`
     router: Router | None = None  # which service labels which rows; None if all services label everything
     combine: Combine = "each"  # see `Combiner`
     getters: Mapping[str, Getter] = field(default_factory=dict)  # finds each input, by name, in a sample or batch
@@ -35,6 +36,10 @@ class LabelRequest:
         if self.batch_rows is not None and not is_count(self.batch_rows):
             words = "must be a whole number of at least 1, or None"
             raise SettingsError(f"batch_rows (DistillReader's teacher_batch_size)={self.batch_rows!r}: {words}")
+        if self.cache is not None and not isinstance(self.cache, SoftLabelCache):
+            raise SettingsError(
+                f"cache={self.cache!r}: expected an edl.distill.cache.SoftLabelCache, such as SoftLabelCache(path=...)"
+            )
         Combiner(self.combine, [1.0])  # raises if `combine` is invalid
         if self.router is not None and self.combine != "each":
             raise SettingsError(

@@ -12,7 +12,7 @@ import pytest
 
 from edl.distill.cache import CacheKey, Found, SoftLabelCache
 from edl.distill.pipeline import label_cache as module
-from edl.distill.pipeline.label_cache import CacheConfig, CacheMiss, CacheQueue, OfflineLabels, ServiceLabels
+from edl.distill.pipeline.label_cache import CacheMiss, CacheQueue, OfflineLabels, ServiceLabels
 from edl.distill.teachers import Teachers, service_identities
 from edl.distill.transport.schema import ModelSpec, OutputSpec
 from edl.errors import SettingsError
@@ -141,10 +141,10 @@ def test_exact_question_goes_first(there: list[CacheKey], ask: OutputSpec, chose
         for key in there:
             cache.view(key).put([1], {name: np.zeros((1, 3), key.dtype or "float32") for name in key.outputs})
         if chosen is not None:
-            assert OfflineLabels(CacheConfig(cache), ask).view.key == chosen
+            assert OfflineLabels(cache, "", ask).view.key == chosen
             return
         with pytest.raises(SettingsError, match="label sets for"):
-            OfflineLabels(CacheConfig(cache), ask)
+            OfflineLabels(cache, "", ask)
 
 
 def test_who_a_groups_labels_are_of() -> None:
@@ -161,7 +161,7 @@ def test_looks_of_a_version_say_nothing() -> None:
     version, other = "1700000000123456", "0123456789abcdef"
     named, hashed = (ModelSpec("m", version, {}, {}, weights_version=said) for said in ("", version))
     with SoftLabelCache() as cache:
-        labels = ServiceLabels(CacheConfig(cache), OutputSpec(("y",)), "a", {other})
+        labels = ServiceLabels(cache, "", OutputSpec(("y",)), "a", {other})
     assert labels.key(named, version).service == "a"
     assert labels.key(hashed, version).service == labels.key(hashed, other).service == ""
     assert labels.key(hashed, "0000000000000000").service == "a"

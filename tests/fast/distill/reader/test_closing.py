@@ -1,8 +1,7 @@
 """Readers that are closed, let go or interrupted anywhere: nobody hangs, nothing is lost, nothing is left behind.
 
 The garbage collector may close a reader in the middle of its own functions, in the thread that is there, with the locks
-that it holds, and a signal handler may raise there. `tests/fast/distill/pipeline` closes before every line of an epoch;
-here a sample of all lines of the whole reader is taken.
+that it holds, and a signal handler may raise there: here, before a sample of all lines of the reader.
 """
 
 from __future__ import annotations

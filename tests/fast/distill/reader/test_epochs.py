@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from edl.distill import DistillReader, Teachers
 from edl.errors import ClosedError, SourceError
 from tests.fast.distill.conftest import Register, Serve
 from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples
+from tests.waiting import DEADLINE_S
 
 
 def test_break_leaves_the_next_epoch_whole(serve: Serve) -> None:
@@ -80,6 +84,61 @@ def test_empty_source_is_named(serve: Serve) -> None:
         pytest.raises(SourceError, match="after 1 samples the source yielded NoneType, which is not a list"),
     ):
         list(reader())
+
+
+def test_a_loop_may_work_in_place(serve: Serve) -> None:
+    images = np.ones((12, WIDTH), np.float32)
+    with reader_of(serve("echo")) as reader:
+        for x, _, y in reader.set_batch_generator(lambda: ((images[at : at + 2], 0) for at in range(0, 12, 2)))():
+            assert y.tolist() == [[1.0] * WIDTH] * 2
+            x += 7
+
+
+def test_buffer_filled_in_use_is_noticed(serve: Serve) -> None:
+    """The training loop waits for the source, so each item is delivered before the next one is filled in."""
+    loop_has_it, filled = threading.Semaphore(0), threading.Semaphore(0)
+
+    def source() -> Iterator[Any]:
+        buffer = np.zeros((4, WIDTH), np.float32)
+        for number in range(5):
+            if number:
+                loop_has_it.acquire(timeout=DEADLINE_S)
+            buffer[:] = number
+            yield buffer, 0
+            filled.release()
+
+    used = []
+
+    def use(item: Any) -> None:
+        loop_has_it.release()
+        assert filled.acquire(timeout=DEADLINE_S)
+        used.append(item)
+
+    with reader_of(serve("echo")) as reader, pytest.raises(SourceError, match="or while it was in use"):
+        list(map(use, reader.set_batch_generator(source)()))
+    assert len(used) <= 2
+
+
+def test_closed_while_the_source_is_silent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edl.distill.pipeline.session._SOURCE_STOP_S", 0.01)
+    delivered, gone = threading.Event(), threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield sample(0)
+        assert delivered.wait(DEADLINE_S), "a request that is not full is sent when the source is silent"
+        gone.wait(DEADLINE_S)
+
+    def take(rows: Iterator[Any]) -> None:
+        for _ in rows:
+            delivered.set()
+
+    reader = reader_of(serve("echo"), teacher_batch_size=32).set_sample_generator(source)
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(take, reader())
+        assert delivered.wait(DEADLINE_S)
+        reader.close()
+        assert isinstance(taking.exception(DEADLINE_S), ClosedError)
+        gone.set()
 
 
 def test_ancestors_environment_is_understood(

@@ -428,7 +428,7 @@ class ConnectionPool:
         elif is_renewed:
             logger.info("teacher %s of %s is registered again", instance.id, self._service)
         if known is None:
-            known = self._connect(instance)
+            known = TeacherConnection(instance, self)
             with self._lock:
                 self.connections[instance.id] = known
                 self._gone.pop(instance.id, None)
@@ -436,9 +436,6 @@ class ConnectionPool:
         lapsed_now = lapsed and not known.lapsed and known.spec is not None
         known.lapsed, known.unlisted = lapsed, False
         return lapsed_now
-
-    def _connect(self, instance: Instance) -> TeacherConnection:
-        return TeacherConnection(instance, self)
 
     def connection_up(self, connection: TeacherConnection) -> None:
         """Record that requests may be sent."""

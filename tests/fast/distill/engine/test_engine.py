@@ -1,4 +1,4 @@
-"""An engine's parts: its threads, the jobs on their way to them, and which teachers it keeps and counts."""
+"""An engine's parts: which teachers it keeps, counts and uses, and the collector of a process that forks."""
 
 from __future__ import annotations
 
@@ -16,43 +16,16 @@ from prometheus_client import CollectorRegistry
 
 from edl.discovery.registry import Instance, Rejected, Snapshot
 from edl.distill.compress import top_k
-from edl.distill.dispatch.actions import FailureKind, Send
+from edl.distill.dispatch.actions import FailureKind
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility, outputs_disagreement
-from edl.distill.engine.connection import ConnectionPool, TeacherConnection, no_counts
-from edl.distill.engine.engine import Engine, LabelJob
+from edl.distill.engine.connection import ConnectionPool, no_counts
 from edl.distill.engine.event_loop import EventLoopThread, _GarbageGuard
 from edl.distill.metrics import export
 from edl.distill.options import Options, Policy
 from edl.distill.stats import ReaderStats
-from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, TensorMetadata
 from edl.errors import SettingsError
-from tests.waiting import DEADLINE_S
-
-PAYLOAD = Payload.of({"x": np.zeros((1, 1), np.float32)}, None)
-
-
-def test_request_cancelled_unstarted_ends() -> None:
-    """A reader breaks out of an epoch in the same turn of the loop: a task that never began runs no `finally`."""
-    thread = EventLoopThread.acquire()
-    engine = Engine("x", OutputSpec(("y",)), Options(teacher_timeout_s=DEADLINE_S), thread=thread, arena=None)
-    job = LabelJob(0, PAYLOAD, lambda *_: None, lambda: None, open_attempts=1)
-
-    async def cancel_at_once() -> None:
-        send = Send(0, "gone", extra=False, sent_at=0.0, in_flight=1)
-        engine._attempts[send] = engine._start(send, job)
-        engine._attempts[send]()
-        await asyncio.sleep(0)  # the task is cancelled
-        await asyncio.sleep(0)  # and what it left undone is done
-
-    try:
-        thread.run(cancel_at_once(), DEADLINE_S)
-        assert not engine._attempts
-        assert job.open_attempts == 0
-        thread.run(engine.close(), DEADLINE_S)
-    finally:
-        thread.release()
 
 
 def test_collector_is_on_after_the_last_fork(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +45,7 @@ class FakeConnection:
     """In place of a connection: up for as long as `spec` is not None."""
 
     instance: Instance
+    pool: ConnectionPool
     counts: Counter[str] = field(default_factory=no_counts)
     spec: object | None = None
     lapsed: bool = False
@@ -92,7 +66,6 @@ class World(ConnectionPool):
     """A pool of fake connections."""
 
     def __init__(self) -> None:
-        self.made: list[FakeConnection] = []
         self.dispatcher = Dispatcher(Policy())
         super().__init__("s", OutputSpec(("y",)), Options(), self.dispatcher, changed=lambda actions: None)
 
@@ -125,10 +98,6 @@ class World(ConnectionPool):
         """Teachers that the dispatcher would give work."""
         return "".join(sorted(name for name, state in self.dispatcher.teachers.items() if state.is_usable(1.0)))
 
-    def _connect(self, instance: Instance) -> TeacherConnection:
-        self.made.append(FakeConnection(instance))
-        return cast(TeacherConnection, self.made[-1])
-
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         coroutine.close()
         task: asyncio.Future[None] = asyncio.Future(loop=asyncio.new_event_loop())
@@ -138,6 +107,11 @@ class World(ConnectionPool):
 
 def _teacher(name: str, state: Any = "ready") -> Instance:
     return Instance("s", name, "h", 1, state=state)
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edl.distill.engine.connection.TeacherConnection", FakeConnection)
 
 
 @pytest.fixture
@@ -173,10 +147,11 @@ def test_pool_closes_dropped_connections() -> None:
     async def drop_and_close() -> bool:
         world = World()
         world.see("a")
+        dropped = world.connection("a")
         world._spawn = partial(ConnectionPool._spawn, world)  # type: ignore[method-assign]
         world.see()
         await world.close()
-        return world.made[0].closed
+        return dropped.closed
 
     assert asyncio.run(drop_and_close())
 
@@ -184,8 +159,9 @@ def test_pool_closes_dropped_connections() -> None:
 def test_renewed_teacher_is_tried_at_once(world: World) -> None:
     world.see("b", lapsed="a")
     world.down("a")
+    pausing = world.connection("a")
     world.see("a", "b")
-    assert len(world.made) == 3, "not when the long pause of a lapsed one is over"
+    assert world.connection("a") is not pausing, "not when the long pause of a lapsed one is over"
     assert not world.connection("a").lapsed
 
 

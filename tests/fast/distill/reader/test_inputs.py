@@ -184,43 +184,19 @@ def test_a_list_that_is_filled_again(serve: Serve) -> None:
         assert [(number, y[3]) for part in parts for _, number, y in part] == [(n, n) for n in range(100)]
 
 
-WIDTH = 4
-
-
-def batch_of(rows: int) -> tuple[Any, Any]:
-    numbers = np.arange(rows)
-    return np.repeat(numbers[:, None], WIDTH, 1).astype("f4"), numbers
-
-
-@pytest.mark.parametrize("server", [{}, {"max_queue_rows": 100}])
-def test_too_large_batch_is_cut(serve: Serve, server: Any) -> None:
-    with reader_of(serve("echo", server=server).endpoint) as reader:
-        delivered = list(reader.set_batch_generator(lambda: [batch_of(1025), batch_of(3), batch_of(2500)])())
-        assert sum(teacher.failures for teacher in reader.stats().teachers.values()) == 0
-    for rows, (x, numbers, labels) in zip((1025, 3, 2500), delivered, strict=True):
-        assert labels.shape == (rows, WIDTH)
-        assert (labels[:, 0] == numbers).all()
-        assert (labels == x).all()
-
-
 WIDE = 1000  # of a row, in FP32: 256 rows are a megabyte
 SMALL_MESSAGES = {"max_message_bytes": 256 << 10}
 
 
-@pytest.mark.parametrize(("shared_memory", "gathered"), [(True, True), (False, False)])
-def test_requests_are_cut_by_bytes_too(serve: Serve, shared_memory: bool, gathered: bool) -> None:
-    """On the teacher's host as elsewhere, else what works here fails there."""
-    teacher = serve("echo", server=SMALL_MESSAGES, width=WIDE)
+@pytest.mark.parametrize("server", [SMALL_MESSAGES, {"max_queue_rows": 100}])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_requests_are_cut_to_fit(serve: Serve, shared_memory: bool, server: Any) -> None:
+    """By bytes on the teacher's host as elsewhere, else what works here fails there."""
+    teacher = serve("echo", server=server, width=WIDE)
     numbers = np.arange(600)
-    x = np.repeat(numbers[:, None], WIDE * 3, 1).astype("u1")[:, :WIDE]  # a quarter of the bytes that are sent
+    x = np.repeat(numbers[:, None], WIDE, 1).astype("u1")  # a quarter of the bytes that are sent
     with reader_of(teacher.endpoint, options=Options(shared_memory=shared_memory)) as reader:
-        if gathered:
-            reader.set_sample_generator(lambda: ((row.repeat(1), number) for number, row in enumerate(x)))
-            found = [(number, label) for _, number, label in reader()]
-            assert [number for number, _ in found] == numbers.tolist()
-            labels = np.stack([label for _, label in found])
-        else:
-            [(_, _, labels)] = list(reader.set_batch_generator(lambda: [(x, numbers)])())
+        [(_, _, labels)] = list(reader.set_batch_generator(lambda: [(x, numbers)])())
         assert sum(found.failures for found in reader.stats().teachers.values()) == 0
     assert (labels == x).all()
 

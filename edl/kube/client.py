@@ -13,7 +13,7 @@ from edl.errors import InvalidObjectError, KubernetesError
 from edl.kube.connection import Connection, Stream
 from edl.kube.objects import Object, ObjectList
 from edl.kube.resource_types import PODS, ResourceType
-from edl.kube.responses import Call, ExpiredError, MissingError, NotServedError, parse_object
+from edl.kube.responses import Call, MissingError, NotServedError, parse_object
 from edl.kube.settings import KubeSettings
 
 if TYPE_CHECKING:
@@ -22,15 +22,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PAGE: Final = 500  # as in kubectl: a few megabytes of pods
-_MOST_RELISTS: Final = 2
-"""How often a paged list is restarted because its first pages expired; the last attempt asks for all at once."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
 """Names, checked before they become part of a path: a DELETE without a name deletes all objects, and a group that
 contains a slash leads to objects that the author of a resource may not touch."""
 _WATCH_GRACE_S: Final = 20.0  # silence past its planned end after which a watch's connection counts as dead
 
 
-class KubeClient:
+class KubeClient(Connection):
     """A client of an API server. Thread-safe; a context manager. Do not use it in a fork of the process that opened it.
 
     Besides its own errors, every method raises KubernetesError if the server cannot be reached or does not answer in
@@ -48,8 +46,7 @@ class KubeClient:
     def __init__(
         self, settings: KubeSettings | None = None, on_answer: Callable[[Call, int], object] = lambda call, code: None
     ) -> None:
-        self._settings = settings or KubeSettings()
-        self._connection = Connection(self._settings, on_answer)
+        super().__init__(settings or KubeSettings(), on_answer)
         self._versions: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -60,33 +57,9 @@ class KubeClient:
     ) -> None:
         self.close()
 
-    @property
-    def settings(self) -> KubeSettings:
-        """Cluster and user."""
-        return self._settings
-
-    @property
-    def namespace(self) -> str:
-        """Namespace of calls that name none."""
-        return self._connection.namespace
-
-    @property
-    def url(self) -> str:
-        """URL of the API server."""
-        return self._connection.url
-
-    def read_server_time(self) -> float:
-        """Return the time by the clock that timestamps objects, in seconds since 1970. Sends no request."""
-        return self._connection.server_clock.read()
-
-    def close(self) -> None:
-        """Close the connections. May be called twice."""
-        self._connection.close()
-
     def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
         """Read an object; None if it does not exist."""
-        call = self._call("get", kind, namespace, name)
-        return self._request_named(call, "GET", self._path(kind, namespace, name))
+        return self._request_named(self._call("get", kind, namespace, name), "GET")
 
     def list(
         self,
@@ -97,42 +70,30 @@ class KubeClient:
         field_selector: str = "",
     ) -> ObjectList:
         """Read all objects of a kind, and the version to watch from. An empty `namespace` means the whole cluster."""
-        selectors = _filled(labelSelector=label_selector, fieldSelector=field_selector)
+        query = _filled(labelSelector=label_selector, fieldSelector=field_selector, limit=str(_PAGE))
         call = self._call("list", kind, namespace)
-        path = self._path(kind, namespace)
-        for limit in (*[str(_PAGE)] * _MOST_RELISTS, ""):
-            items: list[Object] = []
-            token = ""
-            try:
-                while True:
-                    query = {**selectors, **_filled(limit=limit, **{"continue": token})}
-                    answer = self._request(call, "GET", path, query)
-                    items.extend(answer.get("items") or ())
-                    metadata = answer.get("metadata") or {}
-                    token = metadata.get("continue") or ""
-                    if not token:
-                        return ObjectList(items, str(metadata.get("resourceVersion") or ""))
-            except ExpiredError:
-                if not token:
-                    raise
-        raise KubernetesError(f"{self.url}: {call}: the list changes faster than it can be read")
+        items: list[Object] = []
+        while True:
+            answer = self._request(call, "GET", query)
+            items.extend(answer.get("items") or ())
+            metadata = answer.get("metadata") or {}
+            if not metadata.get("continue"):
+                return ObjectList(items, str(metadata.get("resourceVersion") or ""))
+            query["continue"] = metadata["continue"]
 
     def create(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
         """Create an object; return it as stored. ConflictError if it exists, QuotaExceededError if over quota."""
-        call = self._call("create", kind, namespace, str(_metadata(obj).get("name") or ""))
-        body = self._encode(kind, obj)
-        return self._request(call, "POST", self._path(kind, namespace), {}, body)
+        call = self._call("create", kind, namespace, obj["metadata"]["name"])
+        return self._request(call, "POST", {}, self._encode(kind, obj))
 
     def apply(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
         """Create an object, or update its fields by server-side apply; return it as stored. QuotaExceededError if full.
 
         Fields that EDL applied before and now omits are removed; fields set by other managers become EDL's.
         """
-        name = str(_metadata(obj).get("name") or "")
-        call = self._call("patch", kind, namespace, name)
+        call = self._call("patch", kind, namespace, obj["metadata"]["name"])
         query = {"fieldManager": "edl-operator", "force": "true"}
-        path = self._path(kind, namespace, name)
-        return self._request(call, "PATCH", path, query, self._encode(kind, obj), "application/apply-patch+yaml")
+        return self._request(call, "PATCH", query, self._encode(kind, obj), "application/apply-patch+yaml")
 
     def patch(
         self,
@@ -148,8 +109,7 @@ class KubeClient:
         ConflictError if its version is no longer the `metadata.resourceVersion` in the patch.
         """
         call = self._call("patch", kind, namespace, name, subresource)
-        path = self._path(kind, namespace, name, subresource)
-        return self._request_named(call, "PATCH", path, json.dumps(patch).encode(), "application/merge-patch+json")
+        return self._request_named(call, "PATCH", json.dumps(patch).encode(), "application/merge-patch+json")
 
     def delete(
         self,
@@ -170,13 +130,11 @@ class KubeClient:
             options["preconditions"] = {"uid": uid}
         if grace_period_s is not None:
             options["gracePeriodSeconds"] = grace_period_s
-        body = json.dumps(options).encode()
-        return self._request_named(call, "DELETE", self._path(kind, namespace, name), body) is not None
+        return self._request_named(call, "DELETE", json.dumps(options).encode()) is not None
 
     def read_scale(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
         """Read a `Scale`, the desired and the current replicas; None if the object does not exist."""
-        call = self._call("get", kind, namespace, name, "scale")
-        return self._request_named(call, "GET", self._path(kind, namespace, name, "scale"))
+        return self._request_named(self._call("get", kind, namespace, name, "scale"), "GET")
 
     def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
         """Change the desired replicas; None if the object does not exist."""
@@ -205,8 +163,8 @@ class KubeClient:
         if tail_lines is not None:
             query["tailLines"] = str(tail_lines)
         end = None if deadline_s is None else time.monotonic() + deadline_s
-        silence_s = deadline_s if follow else self._settings.timeout_s
-        stream = self._connection.stream(call, self._path(PODS, None, pod, "log"), query, silence_s)
+        silence_s = deadline_s if follow else self.settings.timeout_s
+        stream = self.stream(call, query, silence_s)
         try:
             yield from _read_until(stream, end) if end is not None else stream
         finally:
@@ -229,81 +187,70 @@ class KubeClient:
             "timeoutSeconds": str(length_s),
         }
         call = self._call("watch", kind, namespace)
-        path = self._path(kind, namespace)
-        return self._connection.stream(call, path, query, length_s + _WATCH_GRACE_S, begins_at_once=True)
+        return self.stream(call, query, length_s + _WATCH_GRACE_S, begins_at_once=True)
 
-    def has_resource(self, group: str, version: str, plural: str) -> bool:
-        """Return whether the server serves a kind of objects."""
-        call = Call("get", f"the resources of {group or 'core'}/{version}", group)
-        path = (
-            f"/apis/{quote(group, safe='')}/{quote(version, safe='')}" if group else f"/api/{quote(version, safe='')}"
-        )
+    def has_resource(self, kind: ResourceType) -> bool:
+        """Return whether the server serves a kind of objects, of a group other than the core."""
+        api_version = f"{_checked(kind.group)}/{_checked(kind.version)}"
+        call = Call("get", f"the resources of {api_version}", kind.group, path=f"/apis/{api_version}")
         try:
-            answer = self._request(call, "GET", path)
+            answer = self._request(call, "GET")
         except (MissingError, NotServedError):
             return False
-        return any(entry.get("name") == plural for entry in answer.get("resources") or ())
+        return any(entry.get("name") == kind.plural for entry in answer.get("resources") or ())
 
     def server_version(self) -> str:
         """Return the server's version, such as `v1.20.15`."""
-        return str(self._request(Call("get", "the version"), "GET", "/version").get("gitVersion") or "")
+        return str(self._request(Call("get", "the version", path="/version"), "GET").get("gitVersion") or "")
 
     def _request(
         self,
         call: Call,
         method: str,
-        path: str,
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         content_type: str = "application/json",
     ) -> Object:
-        answer = self._connection.send(call, method, path, query, body, content_type)
-        return parse_object(call, self.url, answer)
+        return parse_object(call, self.url, self.send(call, method, query, body, content_type))
 
     def _request_named(
-        self, call: Call, method: str, path: str, body: bytes | None = None, content_type: str = "application/json"
+        self, call: Call, method: str, body: bytes | None = None, content_type: str = "application/json"
     ) -> Object | None:
         try:
-            return self._request(call, method, path, None, body, content_type)
+            return self._request(call, method, None, body, content_type)
         except MissingError:
             return None
 
     def _call(
-        self, verb: str, kind: ResourceType, namespace: str | None, name: str = "", subresource: str = ""
+        self, verb: str, kind: ResourceType, namespace: str | None, name: str | None = None, subresource: str = ""
     ) -> Call:
-        where = "" if not kind.namespaced else self.namespace if namespace is None else namespace
-        return Call(verb, f"{kind.plural}/{subresource}" if subresource else kind.plural, kind.group, where, name)
-
-    def _path(self, kind: ResourceType, namespace: str | None, name: str | None = None, subresource: str = "") -> str:
         version = _checked(self._version(kind))
         path = f"/apis/{_checked(kind.group)}/{version}" if kind.group else f"/api/{version}"
-        where = self.namespace if namespace is None else namespace
-        if kind.namespaced and where:
+        where = "" if not kind.namespaced else self.namespace if namespace is None else namespace
+        if where:
             path += f"/namespaces/{_checked(where)}"
         path += f"/{_checked(kind.plural)}"
-        if name is not None:
-            if kind.namespaced and not where:
-                raise InvalidObjectError(f"{kind.plural} {name!r}: pass the object's namespace")
+        if name is not None and kind.namespaced and not where:
+            raise InvalidObjectError(f"{kind.plural} {name!r}: pass the object's namespace")
+        if name is not None and verb != "create":
             path += f"/{_checked(name)}"
-        return f"{path}/{_checked(subresource)}" if subresource else path
+        if subresource:
+            path += f"/{_checked(subresource)}"
+        resource = f"{kind.plural}/{subresource}" if subresource else kind.plural
+        return Call(verb, resource, kind.group, where, name or "", path)
 
     def _version(self, kind: ResourceType) -> str:
         if kind.version:
             return kind.version
         if kind.group not in self._versions:
-            path = f"/apis/{_checked(kind.group)}"
-            answer = self._request(Call("get", f"the versions of {kind.group}"), "GET", path)
-            self._versions[kind.group] = str((answer.get("preferredVersion") or {}).get("version") or "v1")
+            call = Call("get", f"the versions of {kind.group}", path=f"/apis/{_checked(kind.group)}")
+            preferred = self._request(call, "GET").get("preferredVersion") or {}
+            self._versions[kind.group] = str(preferred.get("version") or "v1")
         return self._versions[kind.group]
 
     def _encode(self, kind: ResourceType, obj: Mapping[str, Any]) -> bytes:
         whole = {**obj, "apiVersion": kind._replace(version=self._version(kind)).api_version, "kind": kind.kind}
         return json.dumps(whole).encode()
-
-
-def _metadata(obj: Mapping[str, Any]) -> Mapping[str, Any]:
-    metadata = obj.get("metadata")
-    return metadata if isinstance(metadata, Mapping) else {}
 
 
 def _filled(**values: str) -> dict[str, str]:

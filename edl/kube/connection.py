@@ -74,7 +74,11 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
         configuration.refresh_api_key_hook = None  # it has no deadline; a 401 response reloads the credentials
     else:
         load()
-    _use_proxy(configuration, str(_entry(merged, "cluster", chosen.get("cluster")).get("proxy-url") or ""))
+    if proxy := str(_entry(merged, "cluster", chosen.get("cluster")).get("proxy-url") or ""):
+        scheme = urlsplit(proxy).scheme
+        if scheme not in ("http", "https"):
+            raise SettingsError(f"proxy-url {shown(scheme)}://…: only http:// and https:// are known")
+        configuration.proxy, configuration.no_proxy = proxy, None  # before the environment's, as in kubectl
     return str(chosen.get("namespace") or "")
 
 
@@ -82,17 +86,6 @@ def _entry(merged: Any, kind: str, name: Any) -> Mapping[str, Any]:
     found = merged[f"{kind}s"].get_with_name(name, safe=True)
     value = found.safe_get(kind) if found is not None else None
     return getattr(value, "value", value) or {}
-
-
-def _use_proxy(configuration: Any, url: str) -> None:
-    """Use a cluster's proxy, which takes precedence over the environment's, as in kubectl."""
-    if not url:
-        return
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https"):
-        raise SettingsError(f"proxy-url {shown(parts.scheme)}://…: only http:// and https:// are known")
-    configuration.proxy = url
-    configuration.no_proxy = None
 
 
 _AGREEING: Final = 3  # consecutive responses before they count: a single one may be a proxy's
@@ -109,9 +102,8 @@ class ServerClock:
     this machine's clock, before they correct it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._monotonic = monotonic
         self._lock = threading.Lock()
         self._skews: deque[float] = deque(maxlen=_AGREEING)
         self._skew_s = 0.0
@@ -120,13 +112,8 @@ class ServerClock:
         """Return the API server's time, in seconds since 1970."""
         return self._clock() + self._skew_s
 
-    def begin(self) -> float:
-        """Return the moment at which a request is sent, for `note`."""
-        return self._monotonic()
-
-    def note(self, date: str, sent_s: float) -> None:
-        """Record the `Date` header of a response from the API server; `sent_s` is what `begin` returned."""
-        took_s = self._monotonic() - sent_s
+    def note(self, date: str, took_s: float) -> None:
+        """Record the `Date` header of a response from the API server, which began `took_s` after the request."""
         try:
             dated = parsedate_to_datetime(date) if date else None
             dated_s = None if dated is None or dated.tzinfo is None else dated.timestamp()
@@ -173,10 +160,10 @@ class _Access(NamedTuple):
 
 
 class Connection:
-    """Requests to an API server; see `KubeClient` for arguments and errors."""
+    """Requests to an API server; `KubeClient`, which adds the verbs, says what the arguments and errors are."""
 
     def __init__(self, settings: KubeSettings, on_answer: Callable[[Call, int], object]) -> None:
-        self._settings = settings
+        self.settings: Final = settings
         self._on_answer = on_answer
         self.server_clock: Final = ServerClock()
         self._pid = os.getpid()
@@ -192,44 +179,37 @@ class Connection:
     @property
     def namespace(self) -> str:
         """Namespace of calls that name none."""
-        return self._settings.namespace or self._access.namespace or "default"
+        return self.settings.namespace or self._access.namespace or "default"
 
     def send(
         self,
         call: Call,
         method: str,
-        path: str,
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         content_type: str = _JSON,
     ) -> bytes:
         """Send a request, and read the whole response."""
-        deadline = time.monotonic() + _CALL_TIMEOUTS * self._settings.timeout_s
-        with self._open(call, method, path, query, body, content_type, self._settings.timeout_s) as response:
+        deadline = time.monotonic() + _CALL_TIMEOUTS * self.settings.timeout_s
+        with self._open(call, method, query, body, content_type, self.settings.timeout_s) as response:
             return _read_whole(call, self.url, response, deadline)
 
     def stream(
-        self,
-        call: Call,
-        path: str,
-        query: Mapping[str, str],
-        read_timeout_s: float | None,
-        *,
-        begins_at_once: bool = False,
+        self, call: Call, query: Mapping[str, str], read_timeout_s: float | None, *, begins_at_once: bool = False
     ) -> Stream:
         """Start reading a streamed response, which the caller closes.
 
         `read_timeout_s` is the longest silence; None for no limit while the server's host is reachable. With
         `begins_at_once`, the first byte must arrive within the timeout of an ordinary call.
         """
-        first_s = self._settings.timeout_s if begins_at_once else read_timeout_s
-        stream = Stream(call, self.url, self._open(call, "GET", path, query, None, "", first_s))
+        first_s = self.settings.timeout_s if begins_at_once else read_timeout_s
+        stream = Stream(call, self.url, self._open(call, "GET", query, None, "", first_s))
         if begins_at_once:
             stream.set_silence_limit(read_timeout_s)
         return stream
 
     def close(self) -> None:
-        """Close the idle connections; calls in flight finish by themselves."""
+        """Close the idle connections; calls in flight finish by themselves. May be called twice."""
         if self._pid != os.getpid():
             return
         self._closed = True
@@ -239,7 +219,6 @@ class Connection:
         self,
         call: Call,
         method: str,
-        path: str,
         query: Mapping[str, str] | None,
         body: bytes | None,
         content_type: str,
@@ -248,7 +227,7 @@ class Connection:
         import urllib3
 
         self._check()
-        timeout = urllib3.Timeout(connect=self._settings.timeout_s, read=read_timeout_s)
+        timeout = urllib3.Timeout(connect=self.settings.timeout_s, read=read_timeout_s)
         access = self._access
         for attempt in (1, 2):
             headers = {"Accept": _JSON, "User-Agent": "edl"}
@@ -256,11 +235,11 @@ class Connection:
                 headers["Content-Type"] = content_type
             with _translated(call, access.url):
                 access.api_client.update_params_for_auth(headers, [], ["BearerToken"])
-                code, sent_s = 0, self.server_clock.begin()
+                code, sent_s = 0, time.monotonic()
                 try:
                     response: BaseHTTPResponse = access.api_client.rest_client.pool_manager.request(
                         method,
-                        access.url + path + (f"?{urlencode(query)}" if query else ""),
+                        access.url + call.path + (f"?{urlencode(query)}" if query else ""),
                         body=body,
                         headers=headers,
                         timeout=timeout,
@@ -270,13 +249,13 @@ class Connection:
                     )
                     code = response.status
                     if _is_servers_own(response):
-                        self.server_clock.note(response.headers.get("Date", ""), sent_s)
+                        self.server_clock.note(response.headers.get("Date", ""), time.monotonic() - sent_s)
                 finally:
                     self._on_answer(call, code)
             if 200 <= response.status <= 299:
                 return response
             with response:
-                deadline = time.monotonic() + self._settings.timeout_s
+                deadline = time.monotonic() + self.settings.timeout_s
                 answer = _read_whole(call, access.url, response, deadline)
             if response.status != 401 or attempt == 2:
                 break
@@ -288,7 +267,7 @@ class Connection:
         with self._lock:
             if self._access is refused:
                 try:
-                    self._access = _load_access(self._settings)
+                    self._access = _load_access(self.settings)
                 except SettingsError as exc:
                     raise AccessDeniedError(f"{refused.url}: 401, and no other credentials can be read: {exc}") from exc
                 _close_idle(refused)
@@ -409,8 +388,11 @@ def _close_idle(access: _Access) -> None:
 def _load_access(settings: KubeSettings) -> _Access:
     import urllib3
     from kubernetes import client
+    from urllib3.connection import HTTPConnection
 
     configuration = client.Configuration()
+    # The official client reads these variables, and then forgets what it has read.
+    configuration.no_proxy = read("no_proxy", str) or read("NO_PROXY", str)
     source, namespace = _configure(settings, configuration)
     configuration.retries = False
     configuration.connection_pool_maxsize = _MOST_CONNECTIONS
@@ -419,7 +401,8 @@ def _load_access(settings: KubeSettings) -> _Access:
         api_client = client.ApiClient(configuration)
     except (OSError, ValueError) as exc:
         raise SettingsError(f"{source}: its certificates cannot be used: {shown(exc)}") from exc
-    _keep_alive(api_client.rest_client.pool_manager)
+    pool_options = api_client.rest_client.pool_manager.connection_pool_kw
+    pool_options["socket_options"] = [*HTTPConnection.default_socket_options, *_KEEPALIVE]
     if not configuration.verify_ssl:
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # which it logs for each connection
         words = "%s: any host may pose as this API server: %s sets insecure-skip-tls-verify"
@@ -436,11 +419,12 @@ def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
     if in_pod and not named and not settings.context:
         with contextlib.suppress(config.ConfigException):
             config.load_incluster_config(configuration)
-            _leave_out_proxy(configuration)
-            return "the pod's service account", _read_pod_namespace()
+            namespace = ""
+            with contextlib.suppress(OSError):
+                namespace = (_SERVICE_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+            return "the pod's service account", namespace
     source = named or "~/.kube/config"
     context = settings.context
-    proxy = configuration.proxy
     try:
         namespace = load_kubeconfig(configuration, named or "", context, _CALL_TIMEOUTS * settings.timeout_s)
     except Exception as exc:  # not our file: bad yaml, keys, base64 and paths raise all kinds of errors
@@ -451,28 +435,4 @@ def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
             f"{source} cannot be used as a kubeconfig{f' with context {context!r}' if context else ''}: {words}."
             " Set KUBECONFIG, or run in a pod with a service account"
         ) from exc
-    if configuration.proxy == proxy:
-        _leave_out_proxy(configuration)
     return source, namespace
-
-
-def _read_pod_namespace() -> str:
-    with contextlib.suppress(OSError):
-        return (_SERVICE_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
-    return ""
-
-
-def _leave_out_proxy(configuration: Any) -> None:
-    """Honour NO_PROXY for the environment's proxy, which the official client reads and then forgets."""
-    from requests.utils import should_bypass_proxies
-
-    bypass: Callable[[str, Any], bool] = should_bypass_proxies
-    if configuration.proxy and bypass(str(configuration.host).rstrip("/"), None):
-        configuration.proxy = None
-
-
-def _keep_alive(pool_manager: Any) -> None:
-    from urllib3.connection import HTTPConnection
-
-    options = [*HTTPConnection.default_socket_options, *_KEEPALIVE]
-    pool_manager.connection_pool_kw["socket_options"] = options

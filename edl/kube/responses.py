@@ -34,13 +34,14 @@ class ExpiredError(KubernetesError):
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the API server, for messages; verb and resource are those of RBAC, such as `get` and `pods/log`."""
+    """A call of the API server; verb and resource are those of RBAC, such as `get` and `pods/log`."""
 
     verb: str
     resource: str
     group: str = ""
     namespace: str = ""
     name: str = ""
+    path: str = ""
 
     def __str__(self) -> str:
         place = f" in namespace {shown(self.namespace)}" if self.namespace else ""

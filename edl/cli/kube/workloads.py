@@ -72,7 +72,7 @@ def open_cluster(options: argparse.Namespace, timeout_s: float = _TIMEOUT_S) -> 
         try:
             yield client
         except InvalidObjectError as exc:
-            if client.has_resource(ELASTIC_JOBS.group, ELASTIC_JOBS.version, ELASTIC_JOBS.plural):
+            if client.has_resource(ELASTIC_JOBS):
                 raise
             raise InvalidObjectError(f"{client.url} has no {ELASTIC_JOBS.group} resources: {INSTALL_HINT}") from exc
 

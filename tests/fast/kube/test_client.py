@@ -23,7 +23,7 @@ from edl.errors import (
     SettingsError,
 )
 from edl.kube.client import KubeClient
-from edl.kube.resource_types import CONFIG_MAPS, DEPLOYMENTS, POD_DISRUPTION_BUDGETS, PODS
+from edl.kube.resource_types import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, POD_DISRUPTION_BUDGETS, PODS
 from edl.kube.settings import KubeSettings
 from tests.fast.kube.conftest import write_kubeconfig
 from tests.fast.kube.server import ApiServer, Reply, Request, status
@@ -38,7 +38,7 @@ CALLS: dict[str, Callable[[KubeClient], Any]] = {
     "read_scale": lambda client: client.read_scale(DEPLOYMENTS, "a"),
     "write_scale": lambda client: client.write_scale(DEPLOYMENTS, "a", 1),
     "read_log": lambda client: list(client.read_log("a")),
-    "has_resource": lambda client: client.has_resource("policy", "v1", "x"),
+    "has_resource": lambda client: client.has_resource(DEPLOYMENTS),
     "server_version": lambda client: client.server_version(),
 }
 
@@ -114,7 +114,7 @@ def test_missing_kind_is_no_none(server: ApiServer, client: KubeClient, reply: R
     server.answer = lambda request: reply
     for name in ("get", "list", "patch", "delete", "create"):
         assert isinstance(failing(client, name), InvalidObjectError)
-    assert client.has_resource("edl.io", "v1alpha1", "elasticjobs") is False
+    assert client.has_resource(ELASTIC_JOBS) is False
     server.answer = lambda request: status(404, "NotFound", 'namespaces "x" not found', name="x", kind="namespaces")
     assert isinstance(failing(client, "create"), InvalidObjectError), "nothing can be made in a missing namespace"
 
@@ -138,20 +138,6 @@ def test_pages_are_put_together(server: ApiServer, client: KubeClient) -> None:
     assert [item["metadata"]["name"] for item in found.items] == ["a", "b"]
     assert found.resource_version == "9"
     assert all("labelSelector=x+in+%28a%2Cb%29" in request.path for request in server.requests)
-
-
-def test_pages_that_expire_begin_again(server: ApiServer, client: KubeClient) -> None:
-    def answer(request: Request) -> Reply:
-        if "continue=next" in request.path:
-            return status(410, "Expired", "the token is too old")
-        item = {"metadata": {"name": "a"}}
-        whole = "limit" not in request.path
-        return Reply(
-            200, {"items": [item], "metadata": {"resourceVersion": "7"} | ({} if whole else {"continue": "next"})}
-        )
-
-    server.answer = answer
-    assert len(client.list(PODS).items) == 1, "nothing stands twice in it"
 
 
 @pytest.mark.parametrize("body", [b"<html>welcome</html>", b"[]", b"", b"\xff\xfe", b"[" * 100_000], ids=range(5))
@@ -334,13 +320,13 @@ def test_answers_that_set_the_clock(
 ) -> None:
     """What is compared with times of objects is by the clock that set them; an error page has its proxy's."""
     noted: list[str] = []
-    monkeypatch.setattr(client._connection.server_clock, "note", lambda date, sent_s: noted.append(date))
-    monkeypatch.setattr(client._connection.server_clock, "read", lambda: 7.0)
+    monkeypatch.setattr(client.server_clock, "note", lambda date, took_s: noted.append(date))
+    monkeypatch.setattr(client.server_clock, "read", lambda: 7.0)
     server.answer = lambda request: reply
     with contextlib.suppress(KubernetesError):
         client.list(PODS)
     assert [date.endswith(" GMT") for date in noted] == ([True] if counts else [])
-    assert client.read_server_time() == 7.0
+    assert client.server_clock.read() == 7.0
 
 
 PLUGINS = "client.authentication.k8s.io/v1"

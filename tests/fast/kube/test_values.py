@@ -58,14 +58,13 @@ class Machines:
 
     def __init__(self, skew_s: float) -> None:
         self.now_s, self.skew_s = 1_800_000_000.0, skew_s
-        self.clock = ServerClock(lambda: self.now_s - self.skew_s, lambda: self.now_s)
+        self.clock = ServerClock(lambda: self.now_s - self.skew_s)
 
     def ask(self, there_s: float = 0.01, back_s: float = 0.01, *, wrong_s: float = 0.0) -> None:
-        sent_s = self.clock.begin()
         self.now_s += there_s
         date = formatdate(int(self.now_s + wrong_s), usegmt=True)
         self.now_s += back_s
-        self.clock.note(date, sent_s)
+        self.clock.note(date, there_s + back_s)
         self.now_s += 1.0
 
     @property

@@ -50,7 +50,7 @@ class Operator:
         with ExitStack() as stack:
             self._client = stack.enter_context(KubeClient(settings.kube, self._note_request))
             self.namespaces = settings.namespaces or (self._client.namespace,)
-            self._events = EventRecorder(self._client, self._client.read_server_time)
+            self._events = EventRecorder(self._client, self._client.server_clock.read)
             stack.callback(self._events.close)
             allowlist = StoreAllowlist(settings.store, settings.allow_stores)
             self._surroundings = LiveSurroundings(
@@ -59,7 +59,7 @@ class Operator:
                 self._has_pods,
                 self._list_pools,
                 self.namespaces,
-                self._client.read_server_time,
+                self._client.server_clock.read,
             )
             stack.callback(self._surroundings.close)
             self._reconciler = Reconciler(
@@ -68,7 +68,7 @@ class Operator:
                 self._events.record,
                 default_store=settings.store,
                 policy=settings.pods,
-                clock=self._client.read_server_time,
+                clock=self._client.server_clock.read,
             )
             self._queue = WorkQueue(self._work, workers=settings.workers, on_result=self.metrics.count_reconcile)
             stack.callback(self._queue.close)

@@ -127,7 +127,7 @@ class InMemoryApi:
     def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
         return self.patch(kind, name, {"spec": {"replicas": replicas}}, namespace)
 
-    def has_resource(self, group: str, version: str, plural: str) -> bool:
+    def has_resource(self, kind: ResourceType) -> bool:
         return True
 
     def put(self, kind: ResourceType, obj: Object) -> None:

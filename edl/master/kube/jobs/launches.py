@@ -16,7 +16,7 @@ from typing import Any, Final
 from edl.kube.objects import Object
 from edl.kube.resource_types import POD_DISRUPTION_BUDGETS, ResourceType
 from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, build_owner_reference, build_selector, shorten_name
-from edl.master.kube.members.pod_template import POD_ADDRESS, MemberLaunch
+from edl.master.kube.members.pod_template import POD_ADDRESS, build_member_pod
 from edl.master.kube.members.pods import get_mapping, get_text
 from edl.master.kube.members.records import MemberRecord
 from edl.master.kube.resources import ElasticJob
@@ -121,8 +121,8 @@ _MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory"
 """A master holds the state of shards, not data; with the workers' resources it would take a GPU."""
 
 
-def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> MemberLaunch:
-    """Return the launch of a worker's pod; options in `spec.run` come last, so they take precedence."""
+def build_worker_pod(job: ElasticJob, index: int, record: MemberRecord) -> Object:
+    """Return a worker's pod; options in `spec.run` come last, so they take precedence."""
     args = ["run", "--rdzv-id", job.job_id, "--store", job.store, "--nnodes", f"{job.min_replicas}:{_MOST_NODES}"]
     args += ["--local-addr", POD_ADDRESS, "--leave-on-oom"]
     args += ["--grace-period", str(max(1, int(job.grace_period_s * _SAVING_SHARE)))]
@@ -130,32 +130,15 @@ def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> Me
         args += ["--rdzv-conf", f"takeover_timeout={_TAKEOVER_S}"]
     args += ["--checkpoint", job.checkpoint] if job.checkpoint else []
     labels, annotations = build_gang_labels(job, index)
-    return MemberLaunch(
-        role=WORKER,
-        index=index,
-        try_number=record.try_number,
-        args=[*args, *job.run],
-        labels=labels,
-        annotations=annotations,
-        memory_factor=record.memory_factor,
-        excluded_nodes=[item.node for item in record.excluded_nodes],
-    )
+    return build_member_pod(job, WORKER, index, record, [*args, *job.run], labels=labels, annotations=annotations)
 
 
-def build_master_launch(job: ElasticJob, record: MemberRecord) -> MemberLaunch:
-    """Return the launch of the master's pod. Its journal is in the store, so a successor can continue on any node."""
-    args = ["master", job.job_id, "--store", job.store, "--journal", "store:", "--host", POD_ADDRESS]
+def build_master_pod(job: ElasticJob, record: MemberRecord) -> Object:
+    """Return the master's pod. Its journal is in the store, so a successor can continue on any node."""
+    args = ["master", job.job_id, "--store", job.store, "--journal", "store:", "--host", POD_ADDRESS, *job.master.args]
     labels, annotations = build_gang_labels(job, None)
-    return MemberLaunch(
-        role=MASTER,
-        index=0,
-        try_number=record.try_number,
-        args=[*args, *job.master.args],
-        labels=labels,
-        annotations=annotations,
-        memory_factor=record.memory_factor,
-        excluded_nodes=[item.node for item in record.excluded_nodes],
-        resources=_MASTER_RESOURCES,
+    return build_member_pod(
+        job, MASTER, 0, record, args, labels=labels, annotations=annotations, resources=_MASTER_RESOURCES
     )
 
 

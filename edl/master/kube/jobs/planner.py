@@ -18,10 +18,10 @@ from edl.master.kube.jobs.launches import (
     MASTER,
     WORKER,
     build_disruption_budget,
-    build_master_launch,
+    build_master_pod,
     build_object_name,
     build_pod_group,
-    build_worker_launch,
+    build_worker_pod,
     starts_as_gang,
 )
 from edl.master.kube.jobs.status import (
@@ -38,7 +38,7 @@ from edl.master.kube.jobs.status import (
     write_finished_status,
     write_job_status,
 )
-from edl.master.kube.members.pod_template import build_member_pod, has_memory_quantity
+from edl.master.kube.members.pod_template import has_memory_quantity
 from edl.master.kube.members.pods import MemberPod
 from edl.master.kube.members.records import (
     LAUNCH_PATIENCE_S,
@@ -172,7 +172,7 @@ def _count_growth(draft: JobDraft, growth: list[int]) -> int:
         return 1
     record = draft.records.get(f"{WORKER}-{growth[0]}", MemberRecord())
     try:
-        fitting = observation.capacity.count_fitting(build_member_pod(job, build_worker_launch(job, growth[0], record)))
+        fitting = observation.capacity.count_fitting(build_worker_pod(job, growth[0], record))
     except ValueError:
         return 1  # malformed: the API server refuses the pod with its own message
     # A requested number is tried; a job that only takes idle capacity waits until there is some.
@@ -228,7 +228,7 @@ def _plan_running(draft: JobDraft) -> Plan:
     _size_workers(draft)
     for index in draft.create:
         record = draft.records.setdefault(f"{WORKER}-{index}", MemberRecord())
-        create.append(build_member_pod(job, build_worker_launch(job, index, record)))
+        create.append(build_worker_pod(job, index, record))
     _note_changes(draft)
     draft.times += [pod.placed_s + LAUNCH_PATIENCE_S for pod in draft.workers if pod.waiting]
     if any(pod.starting for pod in draft.workers):
@@ -260,7 +260,7 @@ def _make_master(draft: JobDraft) -> list[Object]:
     if not record.can_start(now_s):
         draft.times.append(record.not_before_s or now_s)
         return []
-    return [build_member_pod(draft.job, build_master_launch(draft.job, record))]
+    return [build_master_pod(draft.job, record)]
 
 
 def _plan_ending(draft: JobDraft, completion: Completion) -> Plan:

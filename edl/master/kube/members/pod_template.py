@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Any, Final
 
 from edl.kube.objects import Object
 from edl.kube.quantity import format_bytes, parse_quantity
 from edl.master.kube.members.naming import build_member_labels, build_member_name, build_owner_reference
 from edl.master.kube.members.pods import find_main_container, get_list, get_mapping, get_text
+from edl.master.kube.members.records import MemberRecord
 from edl.master.kube.resources import MemberOwner
 
 POD_ADDRESS: Final = "$(EDL_POD_IP)"
@@ -24,36 +25,29 @@ restart of the kubelet would lose its pods."""
 _LOST_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
-@dataclass(frozen=True)
-class MemberLaunch:
-    """A pod to create for a member.
+def build_member_pod(
+    owner: MemberOwner,
+    role: str,
+    index: int,
+    record: MemberRecord,
+    args: Sequence[str],
+    *,
+    labels: Mapping[str, str],
+    annotations: Mapping[str, str] = MappingProxyType({}),
+    resources: Mapping[str, Any] | None = None,
+) -> Object:
+    """Return the pod of a member's next attempt: equal inputs give equal objects.
 
-    Attributes:
-        args: arguments of `edl`, from the subcommand on.
-        labels: labels in addition to the template's and the members' own.
-        resources: resources of the main container, instead of the template's and without its sidecars.
+    `args` are those of `edl`, from the subcommand on; labels and annotations are added to the template's; `resources`
+    are for the main container, instead of the template's and without its sidecars.
     """
-
-    role: str
-    index: int
-    try_number: int
-    args: Sequence[str]
-    labels: Mapping[str, str] = field(default_factory=dict)
-    annotations: Mapping[str, str] = field(default_factory=dict)
-    memory_factor: float = 1.0
-    excluded_nodes: Sequence[str] = ()
-    resources: Mapping[str, Any] | None = None
-
-
-def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
-    """Return the pod of a member: equal inputs give equal objects."""
     template = copy.deepcopy(dict(owner.template))
     metadata, spec = dict(get_mapping(template, "metadata")), dict(get_mapping(template, "spec"))
     containers = [dict(item) for item in spec.get("containers") or [] if isinstance(item, Mapping)] or [{}]
     name = find_main_container(spec).get("name")
     main = next((container for container in containers if container.get("name") == name), containers[0])
-    if launch.resources is not None:
-        main["resources"] = copy.deepcopy(dict(launch.resources))
+    if resources is not None:
+        main["resources"] = copy.deepcopy(dict(resources))
         containers = [main]
     spec["containers"] = containers
     spec["restartPolicy"] = "Never"
@@ -61,22 +55,22 @@ def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
     if owner.priority_class_name:
         spec["priorityClassName"] = owner.priority_class_name
         spec.pop("priority", None)
-    _set_main_container(main, launch, owner.store)
+    _set_main_container(main, args, owner.store)
     _add_volumes(spec, main)
     _add_security_defaults(spec, main)
     _withhold_api_access(spec)
     _add_tolerations(spec)
-    _multiply_memory(main, launch.memory_factor)
-    _exclude_nodes(spec, launch.excluded_nodes)
-    labels = build_member_labels(owner, launch.role, launch.index, launch.try_number)
+    _multiply_memory(main, record.memory_factor)
+    _exclude_nodes(spec, [item.node for item in record.excluded_nodes])
+    own_labels = build_member_labels(owner, role, index, record.try_number)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": build_member_name(owner.name, launch.role, launch.index, launch.try_number),
+            "name": build_member_name(owner.name, role, index, record.try_number),
             "namespace": owner.namespace,
-            "labels": {**get_mapping(metadata, "labels"), **launch.labels, **labels},
-            "annotations": {**get_mapping(metadata, "annotations"), **launch.annotations},
+            "labels": {**get_mapping(metadata, "labels"), **labels, **own_labels},
+            "annotations": {**get_mapping(metadata, "annotations"), **annotations},
             "ownerReferences": [build_owner_reference(owner)],
         },
         "spec": spec,
@@ -89,9 +83,9 @@ def has_memory_quantity(owner: MemberOwner) -> bool:
     return any("memory" in get_mapping(resources, kind) for kind in ("requests", "limits"))
 
 
-def _set_main_container(main: dict[str, Any], launch: MemberLaunch, store: str) -> None:
+def _set_main_container(main: dict[str, Any], args: Sequence[str], store: str) -> None:
     main.setdefault("command", list(DEFAULT_COMMAND))
-    main["args"] = list(launch.args)
+    main["args"] = list(args)
     log = main.setdefault("terminationMessagePath", TERMINATION_LOG)
     main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # before EDL starts, there is only a log
     own: list[dict[str, Any]] = [

@@ -11,7 +11,6 @@ while.
 from __future__ import annotations
 
 import functools
-import heapq
 import logging
 import math
 import random
@@ -63,10 +62,7 @@ class WorkQueue:
         self._backoff_s = backoff_s
         self._clock = clock
         self._due: dict[str, float] = {}
-        self._heap: list[tuple[float, int, str]] = []  # a key is repeated here if it has become due earlier
-        self._number = 0
         self._active: dict[str, float] = {}
-        self._again: dict[str, float] = {}  # when active keys are due again
         self._failures: dict[str, Backoff] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -100,9 +96,9 @@ class WorkQueue:
     def take(self) -> str | None:
         """Return a key that is due, for work until `finish`; None if none is."""
         with self._changed:
-            if self._get_next_due_s() > self._clock():
+            key, due_s = self._find_next()
+            if due_s > self._clock():
                 return None
-            key = heapq.heappop(self._heap)[2]
             del self._due[key]
             self._active[key] = self._clock()
             return key
@@ -117,8 +113,6 @@ class WorkQueue:
                 self._add(key, now_s + backoff.next_wait_s())
             else:
                 self._failures.pop(key, None)
-            if key in self._again:
-                self._add(key, self._again.pop(key))
             if requeue_s is not None:
                 self._add(key, now_s + requeue_s)
             self._changed.notify()
@@ -153,23 +147,18 @@ class WorkQueue:
         with self._changed:
             if self._closed:
                 return None
-            wait_s = min(_LOOK_S, self._get_next_due_s() - self._clock())
+            wait_s = min(_LOOK_S, self._find_next()[1] - self._clock())
             if wait_s > 0:
                 self._changed.wait(wait_s)
             return None if self._closed else self.take()
 
     def _add(self, key: str, due_s: float) -> None:
-        if key in self._active:
-            self._again[key] = min(due_s, self._again.get(key, due_s))
-        elif due_s < self._due.get(key, math.inf):
-            self._number += 1  # of two keys due at the same time, the one added first is first
-            self._due[key] = due_s
-            heapq.heappush(self._heap, (due_s, self._number, key))
+        self._due[key] = min(due_s, self._due.get(key, due_s))
 
-    def _get_next_due_s(self) -> float:
-        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else math.inf
+    def _find_next(self) -> tuple[str, float]:
+        """Return the key that is due first, and when; infinity if no key waits. Active keys wait until they finish."""
+        waiting = (item for item in self._due.items() if item[0] not in self._active)
+        return min(waiting, key=lambda item: item[1], default=("", math.inf))
 
 
 _BEAT_S: Final = 1.0

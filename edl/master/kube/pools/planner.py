@@ -11,9 +11,16 @@ from dataclasses import replace
 from typing import Any, Final
 
 from edl.kube.objects import Object, format_time
-from edl.master.kube.members.pod_template import POD_ADDRESS, MemberLaunch, build_member_pod
+from edl.master.kube.members.pod_template import POD_ADDRESS, build_member_pod
 from edl.master.kube.members.pods import MemberPod, find_main_container
-from edl.master.kube.members.records import LAUNCH_PATIENCE_S, MemberRecord, read_member_records, record_end
+from edl.master.kube.members.records import (
+    LAUNCH_PATIENCE_S,
+    ExcludedNode,
+    MemberRecord,
+    read_member_records,
+    record_end,
+    relax_exclusions,
+)
 from edl.master.kube.observation import EventNote, OwnerObservation, Plan, PodDeletion
 from edl.master.kube.pools.pool_status import (
     Growth,
@@ -72,21 +79,14 @@ def build_teacher_args(pool: TeacherPool) -> list[str]:
     return [*args, *pool.serve]
 
 
-def build_teacher_pod(pool: TeacherPool, index: int, try_number: int, excluded_nodes: Sequence[str] = ()) -> Object:
+def build_teacher_pod(pool: TeacherPool, index: int, record: MemberRecord) -> Object:
     """Return the pod of a teacher.
 
     The kubelet restarts a container that ends, so the pod keeps the borrowed resources. A model that crashes at each
     start shows as `CrashLoopBackOff`, and its pool does not grow until it starts.
     """
-    launch = MemberLaunch(
-        "teacher",
-        index,
-        try_number,
-        build_teacher_args(pool),
-        labels={REVISION_LABEL: hash_revision(pool), **({_QUEUE_LABEL: pool.queue} if pool.queue else {})},
-        excluded_nodes=excluded_nodes,
-    )
-    pod = build_member_pod(pool, launch)
+    labels = {REVISION_LABEL: hash_revision(pool), **({_QUEUE_LABEL: pool.queue} if pool.queue else {})}
+    pod = build_member_pod(pool, "teacher", index, record, build_teacher_args(pool), labels=labels)
     spec = pod["spec"]
     spec["restartPolicy"] = "Always"
     main: dict[str, Any] = dict(find_main_container(spec))
@@ -396,15 +396,15 @@ def _grow(draft: PoolDraft, target: int) -> Growth:
     if draft.awaited and draft.awaited not in {pod.key for pod in live}:
         index = int(draft.awaited.rpartition("-")[2])
     record = draft.records.get(f"teacher-{index}", MemberRecord())
-    left_out = [node for node in record.excluded_nodes if node.until_s > observation.now_s]
-    excluded = [node.node for node in left_out]
+    excluded = relax_exclusions(record, None, observation.now_s).excluded_nodes
     stuck = find_launch_failure(live, observation.now_s)
+    left_out = excluded
     if stuck is not None and stuck.node and observation.capacity is not None:  # it tells whether another node has room
-        excluded.append(stuck.node)
-    pod = build_teacher_pod(pool, index, record.try_number, excluded)
+        left_out = (*excluded, ExcludedNode(stuck.node, observation.now_s, TerminationCause.LAUNCH_FAILED.value))
+    pod = build_teacher_pod(pool, index, replace(record, excluded_nodes=left_out))
     growth = decide_growth(draft, target, record.not_before_s, pod)
-    if left_out and growth.reason == "NoIdleCapacity":
-        words = ", ".join(f"{node.node} until {format_time(node.until_s)} ({node.cause})" for node in left_out)
+    if excluded and growth.reason == "NoIdleCapacity":
+        words = ", ".join(f"{node.node} until {format_time(node.until_s)} ({node.cause})" for node in excluded)
         growth = replace(growth, message=f"{growth.message}; excluded: {words}")
     if growth.create:
         draft.records.setdefault(f"teacher-{index}", record)
@@ -460,9 +460,8 @@ def _makes_room(draft: PoolDraft, chosen: MemberPod, waiting: MemberPod | None) 
     if capacity is None:
         return True
     member = waiting or chosen
-    record = draft.records[member.key]
-    excluded = [node.node for node in record.excluded_nodes if node.until_s > draft.observation.now_s]
-    pod = build_teacher_pod(draft.pool, member.index, record.try_number, excluded)
+    record = relax_exclusions(draft.records[member.key], None, draft.observation.now_s)
+    pod = build_teacher_pod(draft.pool, member.index, record)
     try:
         return capacity.without({chosen.uid}).count_fitting(pod, ignored=(member.uid,)) > 0
     except ValueError:  # malformed: the API server reports it when the pod is created

@@ -16,7 +16,7 @@ from edl.errors import SettingsError
 from edl.kube.objects import Object
 from edl.master.kube.members.naming import build_member_name, shorten_name
 from edl.master.kube.members.pod_policy import PodPolicy
-from edl.master.kube.members.pod_template import MemberLaunch, build_member_pod, has_memory_quantity
+from edl.master.kube.members.pod_template import build_member_pod, has_memory_quantity
 from edl.master.kube.members.pods import MemberPod, read_member_pod, read_member_pods
 from edl.master.kube.members.records import (
     ExcludedNode,
@@ -162,9 +162,11 @@ def build_job(container: Mapping[str, Any] | None = None, spec: Mapping[str, Any
     )
 
 
-def build(job: ElasticJob, **fields: Any) -> Object:
+def build(job: ElasticJob, resources: dict[str, Any] | None = None, **record: Any) -> Object:
     before = copy.deepcopy(job.template)
-    pod = build_member_pod(job, MemberLaunch("worker", 3, 2, ["run", "train.py"], **fields))
+    pod = build_member_pod(
+        job, "worker", 3, MemberRecord(2, **record), ["run", "train.py"], labels={}, resources=resources
+    )
     assert job.template == before, "the template is not changed"
     return pod
 
@@ -206,7 +208,10 @@ def test_memory_is_multiplied() -> None:
 def test_excluded_nodes(terms: list[dict[str, Any]]) -> None:
     kind = "requiredDuringSchedulingIgnoredDuringExecution"
     affinity = {"nodeAffinity": {kind: {"nodeSelectorTerms": terms}}, "podAffinity": {}} if terms else {}
-    pod = build(build_job(spec={"affinity": affinity}), excluded_nodes=["node1", "node2"])
+    pod = build(
+        build_job(spec={"affinity": affinity}),
+        excluded_nodes=tuple(ExcludedNode(node, 0.0, "") for node in ("node1", "node2")),
+    )
     found = pod["spec"]["affinity"]["nodeAffinity"][kind]["nodeSelectorTerms"]
     assert len(found) == max(1, len(terms)), "terms are alternatives: each must leave the nodes out"
     for term, before in zip(found, terms or [{}], strict=True):

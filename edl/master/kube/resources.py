@@ -208,8 +208,8 @@ def find_store_problem(store: str, own: str) -> SpecProblem | None:
     if mistake := find_mistake(store):
         return SpecProblem("InvalidField", f"spec.store is {named}: {mistake}: {_STORES}")
     if urlsplit(store).scheme == "sqlite" and identify_store(store) != identify_store(own):
-        message = f"spec.store is {named}: a file, and pods share none: each would have its own: {_STORES}"
-        return SpecProblem("StoreNotShared", message)
+        reason = f"spec.store is {named}: a file, and pods share none: each would have its own"
+        return SpecProblem("StoreNotShared", f"{reason}: omit it to use the operator's own store, or {_STORES}")
     return None
 
 

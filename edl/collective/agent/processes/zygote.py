@@ -405,7 +405,9 @@ def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
             _run_module("__main__", alter_argv=False)  # the folder or archive is in `sys.path` already
         else:
             _run_file(absolute_path(target), program)
-    except SystemExit:
+    except SystemExit as exc:
+        if isinstance(exc.code, str):  # of the script, or of `runpy`: there is no such module
+            _write_error_file(exc, exc.code)
         raise
     except BaseException as exc:  # noqa: BLE001 - as the interpreter does: reported, and the exit code is 1
         failure = exc

@@ -54,7 +54,7 @@ def test_store_of_the_operator() -> None:
     [
         ("sqlite:///tmp/a", "StoreNotShared", "each would have its own"),
         ("sqlite:/tmp/a", "StoreNotShared", "edl://edl-store.edl:29400"),
-        ("SQLite:///tmp/a", "StoreNotShared", "each would have its own"),
+        ("SQLite:///tmp/a", "StoreNotShared", "omit it to use the operator's own store"),
         ("http://consul:8500", "InvalidField", "unknown scheme 'http'"),
         ("ed1://a:1", "InvalidField", "unknown scheme 'ed1'"),
         ("edl-store.edl:29400", "InvalidField", "unknown scheme"),

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from edl.collective.agent.health.failures import read_error_file
 from edl.collective.agent.processes import preload as preload_module
 from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.preload import ProgramImports, find_fork_hazard, preload_modules, scan_imports
@@ -140,6 +141,25 @@ HOLDER = """
     out.with_suffix(".new").rename(out)
     signal.pause()
 """
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "words"),
+    [("module", "no_such_module", "No module named no_such_module"), ("script", "ends.py", "no data in /x")],
+)
+def test_text_of_an_exit_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, target: str, words: str
+) -> None:
+    """Else an ElasticJob whose module does not exist has no cause in its status."""
+    (tmp_path / "ends.py").write_text("import sys; sys.exit('no data in /x')")
+    (tmp_path / "main.py").write_text(
+        f"from edl.collective.agent.processes.zygote import run_main; run_main({kind!r}, {target!r}, ())"
+    )
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    ended = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert read_error_file(tmp_path / "error") == ended.stderr.strip()
+    assert words in ended.stderr
 
 
 def test_worker_waits_for_gpu_memory(tmp_path: Path) -> None:

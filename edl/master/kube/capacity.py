@@ -108,7 +108,6 @@ class PlacementRules:
 
     @classmethod
     def of(cls, spec: Mapping[str, Any]) -> PlacementRules:
-        """Return the rules of a pod."""
         affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
         required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
         return cls(
@@ -227,13 +226,9 @@ class PodClaim:
     gated: bool
 
     @classmethod
+    @refuse_shapes()
     def of(cls, pod: Mapping[str, Any]) -> PodClaim:
         """Read a pod or a pod template; ValueError if a quantity or a field is invalid."""
-        with refuse_shapes():
-            return cls._read(pod)
-
-    @classmethod
-    def _read(cls, pod: Mapping[str, Any]) -> PodClaim:
         metadata, spec, status = pod.get("metadata") or {}, pod.get("spec") or {}, pod.get("status") or {}
         priority = spec.get("priority")
         if priority is not None and not isinstance(priority, int):
@@ -300,11 +295,9 @@ class ClusterCapacity:
 
     @property
     def pods(self) -> Collection[PodClaim]:
-        """All pods of the cluster."""
         return self._pods.values()
 
     def without(self, uids: Collection[str]) -> ClusterCapacity:
-        """Return the same cluster without some pods."""
         return ClusterCapacity(self._nodes.values(), [pod for pod in self._pods.values() if pod.uid not in uids])
 
     def shows(self, uid: str, node: str) -> bool:
@@ -312,12 +305,18 @@ class ClusterCapacity:
         pod = self._pods.get(uid)
         return pod is not None and (not node or pod.node == node)
 
-    def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int:
-        """Return how many such pods could start now, after waiting pods not `ignored`; ValueError if one is invalid."""
-        claim = pod if isinstance(pod, PodClaim) else PodClaim.of(pod)
-        free = self._free(lambda other: other.uid not in ignored and _comes_first(other, claim))
-        with refuse_shapes():
-            return sum(_count_of(claim.requests, free[node.name]) for node in self._usable(claim))
+    def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int | None:
+        """Return how many such pods could start now, after waiting pods not `ignored`.
+
+        None if the pod is malformed: the API server refuses it with its own message.
+        """
+        try:
+            claim = pod if isinstance(pod, PodClaim) else PodClaim.of(pod)
+            free = self._free(lambda other: other.uid not in ignored and _comes_first(other, claim))
+            with refuse_shapes():
+                return sum(_count_of(claim.requests, free[node.name]) for node in self._usable(claim))
+        except ValueError:
+            return None
 
     def list_gpus(self, is_lent: Callable[[PodClaim], bool], is_worker: Callable[[PodClaim], bool]) -> dict[str, int]:
         """Return how many GPUs of each node jobs can share: idle ones not waited for, and those of lent pods.
@@ -383,7 +382,6 @@ def _comes_first(pod: PodClaim, claim: PodClaim) -> bool:
 
 
 def _count_of(requests: Amounts, free: Amounts) -> int:
-    """Return how many pods with these requests fit."""
     return max(0, min((free.get(name, 0) // amount for name, amount in requests.items()), default=0))
 
 
@@ -431,20 +429,19 @@ class CapacityWatch:
             return self._built
 
     def close(self) -> None:
-        """Stop following."""
         self._node_watch.close()
         self._pod_watch.close()
 
     def _take_node(self, change: str, node: Object | None) -> None:
-        self._ready.wait()
-        self._take(self._nodes, self._node_watch, change, node)
+        self._take(self._nodes, change, node)
 
     def _take_pod(self, change: str, pod: Object | None) -> None:
-        self._ready.wait()
         self._on_pod(change, pod)
-        self._take(self._pods, self._pod_watch, change, pod)
+        self._take(self._pods, change, pod)
 
-    def _take(self, parsed: _Parsed[Any], watch: KubeWatch, change: str, obj: Object | None) -> None:
+    def _take(self, parsed: _Parsed[Any], change: str, obj: Object | None) -> None:
+        self._ready.wait()
+        watch = self._node_watch if parsed is self._nodes else self._pod_watch
         with self._lock:
             if change != "STALE":
                 if not parsed.take(change, obj, watch):

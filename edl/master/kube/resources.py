@@ -65,7 +65,6 @@ class FieldReader:
         return self._fields.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether a field is present and not null."""
         return self._get(name) is not None
 
     def read(self, name: str, default: T) -> T:

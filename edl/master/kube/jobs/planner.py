@@ -171,12 +171,9 @@ def _count_growth(draft: JobDraft, growth: list[int]) -> int:
     if observation.capacity is None or starts_as_gang(job):
         return 1
     record = draft.records.get(f"{WORKER}-{growth[0]}", MemberRecord())
-    try:
-        fitting = observation.capacity.count_fitting(build_worker_pod(job, growth[0], record))
-    except ValueError:
-        return 1  # malformed: the API server refuses the pod with its own message
+    fitting = observation.capacity.count_fitting(build_worker_pod(job, growth[0], record))
     # A requested number is tried; a job that only takes idle capacity waits until there is some.
-    return max(fitting, 1 if job.scaling == "external" else 0)
+    return 1 if fitting is None else max(fitting, 1 if job.scaling == "external" else 0)
 
 
 def _back_off(record: MemberRecord, now_s: float) -> MemberRecord:

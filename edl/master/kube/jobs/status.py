@@ -248,16 +248,13 @@ class JobDraft:
 
     @property
     def finished(self) -> bool:
-        """Whether the job ends with this plan."""
         return self.failure is not None or bool(self.succeeded)
 
     @property
     def ready(self) -> int:
-        """How many workers are ready."""
         return sum(pod.ready for pod in self.workers)
 
     def note(self, reason: str, message: str, pod: str = "", warning: bool = False) -> None:
-        """Add an event."""
         self.events.append(EventNote("Warning" if warning else "Normal", reason, message, pod))
 
     def release(self, pod: MemberPod, reason: str) -> None:
@@ -267,7 +264,6 @@ class JobDraft:
         self.reasons[pod.name] = reason
 
     def list_deletions(self, pods: Iterable[MemberPod]) -> tuple[PodDeletion, ...]:
-        """Return the deletions of pods."""
         return tuple(
             PodDeletion(pod.name, pod.uid, None, self.reasons.get(pod.name, "its end is recorded")) for pod in pods
         )
@@ -309,7 +305,6 @@ def write_finished_status(job: ElasticJob, phase: str, workers: int) -> Object:
 
 
 def write_job_status(draft: JobDraft) -> Object:
-    """Return the whole status of a job."""
     job, now_s = draft.job, draft.observation.now_s
     conditions = [
         _describe_accepted(draft),

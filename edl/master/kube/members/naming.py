@@ -41,7 +41,6 @@ def build_member_name(owner_name: str, role: str, index: int, try_number: int) -
 
 
 def build_member_labels(owner: MemberOwner, role: str, index: int, try_number: int) -> dict[str, str]:
-    """Return the labels of a member pod."""
     return {
         JOB_LABEL if isinstance(owner, ElasticJob) else POOL_LABEL: owner.name,
         OWNER_UID_LABEL: owner.uid,

@@ -56,7 +56,6 @@ class PodPolicy:
                 raise SettingsError(f"--allow-service-account {account}: that is EDL's own, with access to all jobs")
 
     def find_problems(self, owner: MemberOwner) -> tuple[SpecProblem, ...]:
-        """Return the problems of a job's or pool's template."""
         metadata, spec = get_mapping(owner.template, "metadata"), get_mapping(owner.template, "spec")
         found = []
         named = get_text(spec, "serviceAccountName") or get_text(spec, "serviceAccount")

@@ -171,7 +171,6 @@ class MemberPod:
 
     @property
     def pending(self) -> bool:
-        """Whether it waits for a node."""
         return self.live and not self.scheduled
 
     @property

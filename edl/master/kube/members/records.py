@@ -110,7 +110,6 @@ class MemberRecord:
         return end is not None and end.try_number == self.try_number - 1 and not self.uid and not end.displaced
 
     def can_start(self, now_s: float) -> bool:
-        """Whether the pod of this attempt may be created."""
         return not self.ended and (self.not_before_s is None or now_s >= self.not_before_s)
 
     def displace(self) -> MemberRecord:

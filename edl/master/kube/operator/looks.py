@@ -209,7 +209,6 @@ class ResourceWatches:
         self._ready.set()
 
     def close(self) -> None:
-        """Stop watching."""
         self._loop.close()
         for watch in self._watches.values():
             watch.close()

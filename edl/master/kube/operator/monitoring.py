@@ -33,7 +33,6 @@ class OperatorHealth:
         self._failing_since_s: float | None = None
 
     def beat(self) -> None:
-        """Record a heartbeat of the watches' loop."""
         with self._lock:
             self._beat_s = self._clock()
 
@@ -99,7 +98,6 @@ class OperatorMetrics:
         )
 
     def count_reconcile(self, key: str, seconds: float, error: Exception | None) -> None:
-        """Count a reconciliation."""
         kind = key.partition("/")[0]
         self._reconciles.labels(kind).observe(seconds)
         if error is not None:

@@ -85,14 +85,12 @@ class OwnerKeyCleanup:
                 self._schedule(other)
 
     def note_gone(self, key: str) -> None:
-        """Note that a resource has been deleted."""
         with self._lock:
             traces = self._known.pop(key, ())
         for trace in traces:
             self._schedule(trace)
 
     def close(self) -> None:
-        """Stop deleting."""
         self._loop.close()
 
     def step(self) -> float | None:

@@ -239,7 +239,6 @@ class Reconciler:
         return self._carry_out(kind, resource, owner, plan, target)
 
     def forget(self, key: str) -> None:
-        """Forget a resource that is gone."""
         self._accepted.pop(key, None)
         self._refusals.pop(key, None)
         self._statuses.pop(key, None)

@@ -128,7 +128,6 @@ class StoreFollower:
             start_call("edl-operator-advisor-close", advisor.close)  # which waits for a store call in flight
 
     def close(self) -> None:
-        """Stop watching, and close the store."""
         with self._lock:
             advisor, self._advisor = self._advisor, None
         if advisor is not None:
@@ -289,12 +288,10 @@ class StoreDirectory:
         return follower if isinstance(follower, StoreAnswer) else follower.ask(kind, name)
 
     def forget(self, key: str) -> None:
-        """Stop following stores for a resource."""
         with self._lock:
             self._settle(self._subjects.pop(key, None))
 
     def close(self) -> None:
-        """Close all stores."""
         with self._lock:
             self._closed = True
             followers = list(self._followers.values())

@@ -60,12 +60,10 @@ class ServiceHolders:
         self._pools: dict[str, TeacherPool] = {}
 
     def get_pool(self, key: str) -> TeacherPool | None:
-        """Return a pool as last seen; None if it is unknown."""
         with self._lock:
             return self._pools.get(key)
 
     def get_pools(self) -> list[TeacherPool]:
-        """Return all known pools."""
         with self._lock:
             return list(self._pools.values())
 
@@ -83,7 +81,6 @@ class ServiceHolders:
         return "" if holder is pool else holder.key
 
     def forget(self, key: str) -> None:
-        """Forget a pool that is gone."""
         with self._lock:
             pool = self._pools.pop(key, None)
             others = self._list_others(pool) if pool is not None else []
@@ -140,7 +137,6 @@ class SharingJob:
 
     @property
     def gpus(self) -> int:
-        """GPUs of a worker."""
         return self.claim.requests.get(GPU, 0) // ONE
 
 
@@ -211,7 +207,7 @@ def compute_shares(
         placements[job.key] = Counter(pod.node for pod in pods if pod.node)
         there = placements[job.key].total()
         waited_s = 0.0 if job.waiting_since_s is None else max(0.0, now_s - job.waiting_since_s)
-        if waited_s and _count_room(job.claim, emptied) < job.least:
+        if waited_s and (emptied.count_fitting(job.claim) or 0) < job.least:
             waited_s = 0.0
         requests.append(
             JobRequest(
@@ -270,48 +266,45 @@ class WaitingOwners:
     def observe(self, owner: MemberOwner, capacity: ClusterCapacity | None) -> None:
         """Record the capacity that a resource's plan is based on."""
         claim = _read_claim(owner)
-        room = 0 if capacity is None or claim is None else _count_room(claim, capacity)
         with self._lock:
-            self._room[owner.key] = room
+            self._room[owner.key] = _count_room(claim, capacity)
 
     def note(self, owner: MemberOwner, waits: bool) -> None:
         """Record whether a resource wants more members than it has."""
         claim = _read_claim(owner) if waits else None
         with self._lock:
+            self._claims.pop(owner.key, None)
             if claim is not None:
                 self._claims[owner.key] = claim
-            else:
-                self._claims.pop(owner.key, None)
 
     def forget(self, key: str) -> None:
-        """Forget a resource."""
         with self._lock:
-            self._claims.pop(key, None)
-            self._room.pop(key, None)
-            self._told_s.pop(key, None)
+            for known in (self._claims, self._room, self._told_s):
+                known.pop(key, None)
 
     def find_due(self, capacity: ClusterCapacity, now_s: float) -> tuple[list[str], float | None]:
         """Return the keys of resources that now have room, and in how many seconds the next may be due."""
         with self._lock:
             claims = dict(self._claims)
-        rooms: dict[str, int] = {}  # by shape: many resources have the same template
+        shapes = {claim.shape: claim for claim in claims.values()}  # many resources have the same template
+        counts = {shape: _count_room(claim, capacity) for shape, claim in shapes.items()}
         due, waits_s = [], []
-        for key, claim in claims.items():
-            if claim.shape not in rooms:
-                rooms[claim.shape] = _count_room(claim, capacity)
-            room = rooms[claim.shape]
-            with self._lock:
-                before = self._room.get(key, 0)
-                if room < before:
-                    self._room[key] = room
-                elif room > before and key in self._claims:
-                    left_s = self._told_s.get(key, -math.inf) + _QUIET_S - now_s
-                    if left_s > 0:
-                        waits_s.append(left_s)
-                        continue
-                    self._room[key], self._told_s[key] = room, now_s
+        with self._lock:
+            for key in claims.keys() & self._claims.keys():
+                room, before = counts[claims[key].shape], self._room.get(key, 0)
+                left_s = self._told_s.get(key, -math.inf) + _QUIET_S - now_s
+                if room > before and left_s > 0:
+                    waits_s.append(left_s)
+                    continue
+                self._room[key] = room
+                if room > before:
+                    self._told_s[key] = now_s
                     due.append(key)
         return due, min(waits_s, default=None)
+
+
+def _count_room(claim: PodClaim | None, capacity: ClusterCapacity | None) -> int:
+    return 0 if claim is None or capacity is None else capacity.count_fitting(claim) or 0
 
 
 def _read_claim(owner: MemberOwner) -> PodClaim | None:
@@ -320,13 +313,6 @@ def _read_claim(owner: MemberOwner) -> PodClaim | None:
         return PodClaim.of(owner.template)
     except ValueError:
         return None
-
-
-def _count_room(claim: PodClaim, capacity: ClusterCapacity) -> int:
-    try:
-        return capacity.count_fitting(claim)
-    except ValueError:
-        return 0
 
 
 _SPREAD_S: Final = 1.0
@@ -405,7 +391,6 @@ class LiveSurroundings:
         self.forget(key)
 
     def forget(self, key: str) -> None:
-        """Forget a resource that is gone or has ended."""
         self._stores.forget(key)
         self._waiting.forget(key)
         with self._lock:
@@ -415,7 +400,6 @@ class LiveSurroundings:
             self.note_capacity()  # other jobs get its share
 
     def close(self) -> None:
-        """Stop, and close all stores."""
         self._loop.close()
         self._cleanup.close()
         self._stores.close()

@@ -184,12 +184,7 @@ def _may_start_elsewhere(observation: OwnerObservation, live: Sequence[MemberPod
     """Whether another teacher may be tried despite a failing one. If a second one fails, it is not the node."""
     if find_launch_failure(live, observation.now_s) is None:
         return False
-    if observation.capacity is None:
-        return True
-    try:
-        return observation.capacity.count_fitting(pod) > 0
-    except ValueError:
-        return False
+    return observation.capacity is None or bool(observation.capacity.count_fitting(pod))
 
 
 def _grow_into_idle_room(draft: PoolDraft, pod: Mapping[str, Any]) -> Growth:
@@ -200,10 +195,7 @@ def _grow_into_idle_room(draft: PoolDraft, pod: Mapping[str, Any]) -> Growth:
     if capacity is not None:
         if not all(capacity.shows(other.uid, other.node) for other in draft.live):
             return Growth(True, "LooksForRoom", "checking idle capacity", requeue_s=_CAPACITY_LAG_S)
-        try:
-            fitting = capacity.count_fitting(pod)
-        except ValueError:  # malformed: the API server reports it when the pod is created
-            fitting = None
+        fitting = capacity.count_fitting(pod)
     if fitting == 0:
         return Growth(False, "NoIdleCapacity", "no node has room for a teacher", requeue_s=_CAPACITY_LOOK_S)
     if left_s > 0:
@@ -462,10 +454,7 @@ def _makes_room(draft: PoolDraft, chosen: MemberPod, waiting: MemberPod | None) 
     member = waiting or chosen
     record = relax_exclusions(draft.records[member.key], None, draft.observation.now_s)
     pod = build_teacher_pod(draft.pool, member.index, record)
-    try:
-        return capacity.without({chosen.uid}).count_fitting(pod, ignored=(member.uid,)) > 0
-    except ValueError:  # malformed: the API server reports it when the pod is created
-        return True
+    return capacity.without({chosen.uid}).count_fitting(pod, ignored=(member.uid,)) != 0
 
 
 def _is_proven(draft: PoolDraft, update: TeacherUpdate) -> bool:

@@ -44,7 +44,6 @@ class ProbeBackoff:
         return cls(at_s, min(_MOST_S, float(wait_s)))
 
     def format(self) -> Object:
-        """Return `status.lastProbe`."""
         return {"at": format_time(self.at_s), "backoffSeconds": math.ceil(self.wait_s)}
 
     def left_s(self, now_s: float) -> float:
@@ -115,12 +114,10 @@ class PoolDraft:
 
     @property
     def scheduled(self) -> int:
-        """How many teachers have a node."""
         return self.replicas if self.update is None else sum(pod.scheduled for pod in self.live)
 
     @property
     def ready(self) -> int:
-        """How many teachers are ready."""
         if self.update is not None:
             return sum(pod.ready for pod in self.live)
         return 0 if self.observation.target is None else self.observation.target.ready
@@ -132,7 +129,6 @@ class PoolDraft:
 
     @property
     def outdated(self) -> int:
-        """How many teachers have an old spec."""
         return 0 if self.update is None else len(self.update.list_outdated(self.live))
 
     @property

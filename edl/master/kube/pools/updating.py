@@ -81,7 +81,6 @@ class TeacherUpdate:
 
     @classmethod
     def of(cls, pool: TeacherPool, live: Sequence[MemberPod]) -> TeacherUpdate:
-        """Read the status and the pods."""
         revision = hash_revision(pool)
         awaited, wanted = pool.status.get("awaitedMember"), pool.status.get("wantedReplicas")
         refusal = find_condition(pool.status, "Accepted")
@@ -100,7 +99,6 @@ class TeacherUpdate:
         return tuple(sorted(found, key=lambda pod: (pod.ready, -pod.created_s, -pod.index)))
 
     def list_updated(self, live: Sequence[MemberPod]) -> tuple[MemberPod, ...]:
-        """Return the teachers with the present spec."""
         return tuple(pod for pod in live if pod.labels.get(REVISION_LABEL) == self.revision)
 
     def count_present(self, live: Sequence[MemberPod]) -> int:

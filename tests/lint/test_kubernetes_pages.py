@@ -62,4 +62,4 @@ def test_pools_of_the_page() -> None:
         assert isinstance(pool, TeacherPool), pool
         target = ScaleTarget(DEPLOYMENTS, "triton", 2, 2)
         plan = plan_pool(pool, OwnerObservation(1e9, store=StoreAnswer(3), target=target))
-        assert (len(plan.create), plan.scale_target) == ((0, 3) if pool.scale_target_ref else (1, None))
+        assert (len(plan.create), plan.scale and plan.scale[1]) == ((0, 3) if pool.scale_target_ref else (1, None))

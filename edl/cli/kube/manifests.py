@@ -26,7 +26,7 @@ from edl.errors import SettingsError
 from edl.kube.objects import Object
 from edl.kube.quantity import parse_quantity
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS, ResourceType
-from edl.master.kube.members.naming import MANAGED_BY
+from edl.master.kube.members.pods import MANAGED_BY
 from edl.quoting import did_you_mean, quote
 
 V = TypeVar("V")

@@ -23,7 +23,7 @@ from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
-from edl.master.kube.members.naming import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
+from edl.master.kube.members.pods import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
 from edl.quoting import did_you_mean
 
 SCRIPT_LABEL: Final = "edl.io/script-of"

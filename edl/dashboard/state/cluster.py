@@ -24,8 +24,13 @@ from edl.kube.client import KubeClient
 from edl.kube.objects import Object, read_time
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
-from edl.master.kube.members.naming import MANAGED_BY, PREVIOUS_SPEC_APPLIES
-from edl.master.kube.members.pods import MemberPod, get_mapping, read_member_pods
+from edl.master.kube.members.pods import (
+    MANAGED_BY,
+    PREVIOUS_SPEC_APPLIES,
+    MemberPod,
+    get_mapping,
+    read_member_pods,
+)
 from edl.quoting import shown
 
 _MAX_MESSAGE: Final = 4096

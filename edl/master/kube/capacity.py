@@ -20,8 +20,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from edl.kube import resource_types
 from edl.kube.client import KubeClient
-from edl.kube.objects import Object
-from edl.kube.quantity import parse_quantity
+from edl.kube.objects import Object, parse_quantity
 from edl.kube.watch import KubeWatch
 
 logger = logging.getLogger(__name__)

@@ -76,6 +76,16 @@ class EventNote:
 
 
 @dataclass(frozen=True)
+class ScaleTarget:
+    """The Deployment, or similar, that a pool scales. `/scale` does not say how many replicas are ready."""
+
+    type: ResourceType
+    name: str
+    replicas: int
+    ready: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What to do about a resource, in the order of the attributes.
 
@@ -87,7 +97,7 @@ class Plan:
         remove: other objects to delete: type and name.
         apply: other objects to write by server-side apply.
         create: pods to create; an existing pod of the resource with that name is fine.
-        scale_target: replicas for the pool's `scaleTargetRef`; None leaves them unchanged.
+        scale: the object of the pool's `scaleTargetRef`, and its new replicas; None leaves them unchanged.
         delete_owner: delete the resource itself, `ttlSecondsAfterFinished` after its end.
         requeue_s: seconds until the next reconciliation in any case; None for never.
     """
@@ -97,7 +107,7 @@ class Plan:
     remove: tuple[tuple[ResourceType, str], ...] = ()
     apply: tuple[tuple[ResourceType, Object], ...] = ()
     create: tuple[Object, ...] = ()
-    scale_target: int | None = None
+    scale: tuple[ScaleTarget, int] | None = None
     events: tuple[EventNote, ...] = field(default=())
     delete_owner: bool = False
     requeue_s: float | None = None
@@ -129,16 +139,6 @@ class StoreAnswer:
     refused: str = ""
     unreachable: str = ""
     silent: bool = False
-
-
-@dataclass(frozen=True)
-class ScaleTarget:
-    """The Deployment, or similar, that a pool scales. `/scale` does not say how many replicas are ready."""
-
-    type: ResourceType
-    name: str
-    replicas: int
-    ready: int
 
 
 @dataclass(frozen=True)

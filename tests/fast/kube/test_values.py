@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.kube.connection import ServerClock
-from edl.kube.objects import parse_time
-from edl.kube.quantity import format_bytes, parse_quantity
+from edl.kube.objects import format_bytes, parse_quantity, parse_time
 
 
 @pytest.mark.parametrize(

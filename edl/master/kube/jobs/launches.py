@@ -15,9 +15,16 @@ from typing import Any, Final
 
 from edl.kube.objects import Object
 from edl.kube.resource_types import POD_DISRUPTION_BUDGETS, ResourceType
-from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, build_owner_reference, build_selector, shorten_name
 from edl.master.kube.members.pod_template import POD_ADDRESS, build_member_pod
-from edl.master.kube.members.pods import get_mapping, get_text
+from edl.master.kube.members.pods import (
+    JOB_LABEL,
+    MANAGED_BY,
+    build_owner_reference,
+    build_selector,
+    get_mapping,
+    get_text,
+    shorten_name,
+)
 from edl.master.kube.members.records import MemberRecord
 from edl.master.kube.resources import ElasticJob
 

@@ -10,15 +10,14 @@ from typing import Any, Final
 from edl.kube.objects import Object, format_time, read_time
 from edl.master.kube.capacity import GPU
 from edl.master.kube.jobs.launches import MASTER, WORKER
-from edl.master.kube.members.naming import build_selector
-from edl.master.kube.members.pods import MemberPod
+from edl.master.kube.members.pods import MemberPod, build_selector
 from edl.master.kube.members.records import (
-    MAX_MESSAGE_CHARS,
     MemberEnd,
     MemberRecord,
     MemberReview,
     format_member_records,
     read_member_records,
+    record_end,
 )
 from edl.master.kube.observation import (
     Condition,
@@ -30,7 +29,7 @@ from edl.master.kube.observation import (
     write_conditions,
 )
 from edl.master.kube.resources import ElasticJob
-from edl.master.scaling.terminations import TerminationCause, find_termination_cause
+from edl.master.scaling.terminations import TerminationCause
 
 FAILURE_REASONS: Final[Mapping[TerminationCause, str]] = {
     TerminationCause.USER_ERROR: "UserError",
@@ -109,24 +108,13 @@ def note_last_steps(
         record = after.get(pod.key, MemberRecord())
         if pod.role != WORKER or not pod.finished or not record.is_superseded(pod):
             continue
-        verdict, last = find_termination_cause(pod.termination), record.last_end
+        end, last = record_end(record, pod.termination, pod, now_s).end, record.last_end
         counted = -1 if last is None else last.try_number
-        known = last is not None and last.cause in (_NOT_STORED, verdict.cause.value)
-        later = verdict.cause is TerminationCause.SUCCEEDED and counted > pod.try_number
-        if verdict.cause.value in _LAST_STEPS and not known and not later:
-            end = MemberEnd(
-                # Ends of a later attempt, such as one that found the job done, stay counted.
-                try_number=max(pod.try_number, counted),
-                cause=verdict.cause.value,
-                evidence=verdict.evidence,
-                exit_code=pod.termination.exit_code,
-                message=pod.termination.message[-MAX_MESSAGE_CHARS:],
-                pod=pod.name,
-                node=pod.node,
-                time_s=pod.finished_s or now_s,
-                seen_s=now_s,
-            )
-            after[pod.key] = replace(record, last_end=end)
+        known = last is not None and last.cause in (_NOT_STORED, end.cause)
+        later = end.cause == _SUCCEEDED and counted > pod.try_number
+        if end.cause in _LAST_STEPS and not known and not later:
+            # Ends of a later attempt, such as one that found the job done, stay counted.
+            after[pod.key] = replace(record, last_end=replace(end, try_number=max(pod.try_number, counted)))
     return after
 
 
@@ -370,13 +358,14 @@ def _describe_accepted(draft: JobDraft) -> Condition:
     return Condition("Accepted", True, "Valid", "the spec is valid")
 
 
+_AT_REST: Final = {True: ("Finished", "the job has ended"), False: ("Suspended", "spec.suspend is true")}
+
+
 def _describe_scheduled(draft: JobDraft) -> Condition:
     job, observation = draft.job, draft.observation
     build = functools.partial(Condition, "Scheduled")
-    if draft.finished:
-        return build(False, "Finished", "the job has ended")
-    if draft.suspended:
-        return build(False, "Suspended", "spec.suspend is true")
+    if draft.finished or draft.suspended:
+        return build(False, *_AT_REST[draft.finished])
     if observation.starts_after and not draft.target:
         text = f"{observation.starts_after} has waited so long for its workers that it starts first"
         return build(False, "WaitingForTurn", text)
@@ -397,10 +386,8 @@ def _describe_scheduled(draft: JobDraft) -> Condition:
 def _describe_running(draft: JobDraft) -> Condition:
     job, ready = draft.job, draft.ready
     build = functools.partial(Condition, "Running")
-    if draft.finished:
-        return build(False, "Finished", "the job has ended")
-    if draft.suspended:
-        return build(False, "Suspended", "spec.suspend is true")
+    if draft.finished or draft.suspended:
+        return build(False, *_AT_REST[draft.finished])
     if draft.ending:
         return build(bool(ready), "Ending", draft.ending)
     stuck = next((pod for pod in draft.workers if pod.failing), None)

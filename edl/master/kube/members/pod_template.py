@@ -8,10 +8,16 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, Final
 
-from edl.kube.objects import Object
-from edl.kube.quantity import format_bytes, parse_quantity
-from edl.master.kube.members.naming import build_member_labels, build_member_name, build_owner_reference
-from edl.master.kube.members.pods import find_main_container, get_list, get_mapping, get_text
+from edl.kube.objects import Object, format_bytes, parse_quantity
+from edl.master.kube.members.pods import (
+    build_member_labels,
+    build_member_name,
+    build_owner_reference,
+    find_main_container,
+    get_list,
+    get_mapping,
+    get_text,
+)
 from edl.master.kube.members.records import MemberRecord
 from edl.master.kube.resources import MemberOwner
 

@@ -27,7 +27,7 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.responses import NotServedError
 from edl.kube.watch import KubeWatch
-from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, POOL_LABEL
+from edl.master.kube.members.pods import JOB_LABEL, MANAGED_BY, POOL_LABEL
 from edl.master.kube.operator.monitoring import OperatorHealth
 from edl.master.kube.operator.settings import ALL_NAMESPACES
 
@@ -193,20 +193,19 @@ class ResourceWatches:
         self._relisted: set[tuple[ResourceType, str]] = set()
         self._denied: dict[str, str] = {}
         self._reason = "the watches have not started"
-        self._ready = threading.Event()  # a watch's thread may be faster than this constructor
-        self._watches = {
-            (kind, namespace): KubeWatch(
-                client,
-                kind,
-                "" if namespace == ALL_NAMESPACES else namespace,
-                label_selector="=".join(MANAGED_BY) if kind == PODS else "",
-                on_change=functools.partial(self._take, kind, namespace),
-            )
-            for namespace in namespaces
-            for kind in (*types, PODS)
-        }
-        self._loop = BackgroundLoop("edl-operator-watches", self._step)
-        self._ready.set()
+        with self._lock:  # a watch's thread may be faster than this constructor, and waits for it with its first list
+            self._watches = {
+                (kind, namespace): KubeWatch(
+                    client,
+                    kind,
+                    "" if namespace == ALL_NAMESPACES else namespace,
+                    label_selector="=".join(MANAGED_BY) if kind == PODS else "",
+                    on_change=functools.partial(self._take, kind, namespace),
+                )
+                for namespace in namespaces
+                for kind in (*types, PODS)
+            }
+            self._loop = BackgroundLoop("edl-operator-watches", self._step)
 
     def close(self) -> None:
         self._loop.close()
@@ -214,7 +213,6 @@ class ResourceWatches:
             watch.close()
 
     def _take(self, kind: ResourceType, namespace: str, change: str, obj: Object | None) -> None:
-        self._ready.wait()
         if change == "LISTED":
             with self._lock:
                 self._relisted.add((kind, namespace))

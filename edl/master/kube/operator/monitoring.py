@@ -11,7 +11,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from edl.kube.objects import Object
-from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL
+from edl.master.kube.members.pods import OWNER_UID_LABEL, POOL_LABEL
 
 _BEAT_LIMIT_S: Final = 60.0  # a heartbeat is due each second; a machine that swaps is late by seconds, not by a minute
 _WORK_LIMIT_S: Final = 300.0  # of about ten requests, each with a deadline of 30 s: a longer reconciliation hangs

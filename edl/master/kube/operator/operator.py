@@ -15,7 +15,7 @@ from edl.kube.client import KubeClient
 from edl.kube.resource_types import PODS, TEACHER_POOLS
 from edl.kube.responses import Call
 from edl.master.kube.capacity import CapacityWatch
-from edl.master.kube.members.naming import OWNER_UID_LABEL
+from edl.master.kube.members.pods import OWNER_UID_LABEL
 from edl.master.kube.operator.events import EventRecorder
 from edl.master.kube.operator.looks import ResourceWatches, WorkQueue
 from edl.master.kube.operator.monitoring import GiveBackMeter, OperatorHealth, OperatorMetrics
@@ -43,18 +43,18 @@ class Operator:
 
     def __init__(self, settings: OperatorSettings) -> None:
         self._settings = settings
-        self._queue: WorkQueue | None = None
         self.metrics: Final = OperatorMetrics()
         self._give_backs = GiveBackMeter(self.metrics.registry)
-        self.health: Final = OperatorHealth(lambda: self._queue.get_stuck_s() if self._queue else 0.0)
         with ExitStack() as stack:
             self._client = stack.enter_context(KubeClient(settings.kube, self._note_request))
+            self._queue = WorkQueue(self._work, workers=settings.workers, on_result=self.metrics.count_reconcile)
+            self.health: Final = OperatorHealth(self._queue.get_stuck_s)
             self.namespaces = settings.namespaces or (self._client.namespace,)
             self._events = EventRecorder(self._client, self._client.server_clock.read)
             stack.callback(self._events.close)
             allowlist = StoreAllowlist(settings.store, settings.allow_stores)
             self._surroundings = LiveSurroundings(
-                self._add,
+                self._queue.add,
                 allowlist,
                 self._has_pods,
                 self._list_pools,
@@ -70,7 +70,6 @@ class Operator:
                 policy=settings.pods,
                 clock=self._client.server_clock.read,
             )
-            self._queue = WorkQueue(self._work, workers=settings.workers, on_result=self.metrics.count_reconcile)
             stack.callback(self._queue.close)
             self.port = self._serve(stack)
             self._watch(stack)
@@ -105,7 +104,7 @@ class Operator:
             self._surroundings.set_capacity(capacity.current)
         types = [kind.type for kind in KINDS.values()]
         watches = ResourceWatches(
-            self._client, types, self.namespaces, self._add, self._reconciler.is_own_status, self.health
+            self._client, types, self.namespaces, self._queue.add, self._reconciler.is_own_status, self.health
         )
         stack.callback(watches.close)
 
@@ -119,14 +118,9 @@ class Operator:
         parsed = [parse_teacher_pool(resource, self._settings.store) for resource in listed]
         return [pool for pool in parsed if isinstance(pool, TeacherPool)]
 
-    def _add(self, key: str, delay_s: float = 0.0) -> None:
-        queue = self._queue
-        if queue is not None:
-            queue.add(key, delay_s)
-
     def _work(self, key: str) -> float | None:
         wait_s = self._reconciler.reconcile(key)
-        if wait_s is None or self._queue is None:
+        if wait_s is None:
             return None
         resync_s = max(self._settings.resync_s, len(self._queue) / self._settings.resync_rate)
         return min(wait_s, resync_s * random.uniform(1.0 - _JITTER, 1.0 + _JITTER))
@@ -135,8 +129,7 @@ class Operator:
         if not self.health.note_request(code):
             return
         if code == 0 or code >= 500:
-            logger.warning(
-                "the API server does not answer (%s): pods run on, and the operator continues when it is back", call
-            )
+            words = "the API server does not answer (%s): pods run on, and the operator continues when it is back"
+            logger.warning(words, call)
         else:
             logger.info("the API server answers again")

@@ -19,8 +19,7 @@ from edl.master.naming import election_key, report_key
 logger = logging.getLogger(__name__)
 
 _FIRST_S: Final = 60.0  # after the deletion: the pods of most jobs have ended by then
-_RETRY_S: Final = 60.0  # if pods still exist, or the store does not answer
-_DENIED_RETRY_S: Final = 300.0  # if access is denied: a Role that is being replaced is missing for a moment
+_RETRY_S: Final = 300.0  # if pods still exist, or the store does not answer: nobody waits for the keys to go
 _PATIENCE_S: Final = 3600.0  # pods that outlive their owner for longer were kept on purpose, and so are the keys
 _PACE_S: Final = 1.0  # between two jobs: hundreds may be deleted at once, and each has a few dozen keys
 _MOST_TRACES: Final = 10  # stores and services per resource, in case its author keeps editing them
@@ -103,7 +102,7 @@ class OwnerKeyCleanup:
             if removal.due_s > now_s:
                 return removal.due_s - now_s
             self._removals.remove(removal)
-        trace, retry_s = removal.trace, _RETRY_S
+        trace = removal.trace
         try:
             if self._has_pods(trace.namespace, trace.uid):
                 reason = "its pods still exist"
@@ -115,15 +114,11 @@ class OwnerKeyCleanup:
         except SettingsError as exc:
             logger.warning("keys of %s stay in %s: %s", trace, trace.store, exc)
             return _PACE_S
-        except AccessDeniedError as exc:
-            reason, retry_s = str(exc), _DENIED_RETRY_S
-        except (KubernetesError, DiscoveryError) as exc:
+        except (AccessDeniedError, KubernetesError, DiscoveryError) as exc:
             reason = str(exc)
-            if isinstance(exc.__cause__, AccessDeniedError):
-                retry_s = _DENIED_RETRY_S
         if reason and now_s < removal.end_s:
             with self._lock:
-                self._removals.append(replace(removal, due_s=now_s + retry_s))
+                self._removals.append(replace(removal, due_s=now_s + _RETRY_S))
         elif reason:
             logger.warning("keys of %s stay in %s: %s", trace, trace.store, reason)
         return _PACE_S

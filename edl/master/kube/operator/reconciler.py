@@ -18,15 +18,15 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.responses import NotServedError
 from edl.master.kube.jobs import plan_job
-from edl.master.kube.members.naming import (
+from edl.master.kube.members.pod_policy import PodPolicy
+from edl.master.kube.members.pods import (
     INDEX_LABEL,
     OWNER_UID_LABEL,
     PREVIOUS_SPEC_APPLIES,
     ROLE_LABEL,
     TRY_LABEL,
+    read_member_pods,
 )
-from edl.master.kube.members.pod_policy import PodPolicy
-from edl.master.kube.members.pods import read_member_pods
 from edl.master.kube.observation import Condition, EventNote, OwnerObservation, Plan, ScaleTarget, write_conditions
 from edl.master.kube.operator.events import PodEvidence
 from edl.master.kube.operator.surroundings import LiveSurroundings
@@ -83,14 +83,10 @@ def _is_absent(value: object) -> bool:
 
 
 def set_condition(
-    status: Mapping[str, Any],
-    condition: Condition,
-    generation: int,
-    now_s: float,
-    before: Mapping[str, Any] | None = None,
+    status: Mapping[str, Any], condition: Condition, generation: int, now_s: float, before: Mapping[str, Any]
 ) -> Object:
-    """Return a status with a condition; its transition time is kept from `before`, or from `status` if that is None."""
-    written = write_conditions(_list_conditions(status if before is None else before), [condition], generation, now_s)
+    """Return a status with a condition, whose transition time is kept from `before`."""
+    written = write_conditions(_list_conditions(before), [condition], generation, now_s)
     others = [item for item in _list_conditions(status) if item.get("type") != condition.type]
     return {**status, "conditions": [*written, *others]}
 
@@ -112,9 +108,10 @@ _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "
 
 
 def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
-    """Read the object that a pool scales; None if it is missing; InvalidObjectError if the pool may not scale it."""
+    """Read the object that a pool scales, if any; InvalidObjectError if the pool may not scale it."""
     target, namespace = pool.scale_target_ref, pool.namespace
-    assert target is not None
+    if target is None:
+        return None
     group, _, version = target.api_version.rpartition("/")
     kind = ResourceType(group, version, _PLURALS.get(target.kind, f"{target.kind.lower()}s"), target.kind)
     found = api.get(kind, target.name, namespace)
@@ -226,17 +223,15 @@ class Reconciler:
         assert not isinstance(owner, tuple)
         if former is None:
             self._accepted[key] = resource
-        target = None
-        if isinstance(owner, TeacherPool) and owner.scale_target_ref is not None:
-            try:
-                target = find_scale_target(self._api, owner)
-            except (InvalidObjectError, AccessDeniedError) as exc:
-                self._remember_refusal(kind, resource, owner, exc)
-                raise
+        try:
+            target = find_scale_target(self._api, owner) if isinstance(owner, TeacherPool) else None
+        except (InvalidObjectError, AccessDeniedError) as exc:
+            self._remember_refusal(resource, owner, exc)
+            raise
         plan = kind.plan(owner, self._observe(owner, target))
         if problems:
             plan = self._note_problems(owner, plan, problems)
-        return self._carry_out(kind, resource, owner, plan, target)
+        return self._carry_out(resource, owner, plan)
 
     def forget(self, key: str) -> None:
         self._accepted.pop(key, None)
@@ -256,16 +251,15 @@ class Reconciler:
         owner = kind.parse({**resource, "spec": spec}, self._default_store)
         if isinstance(owner, tuple):
             return None
-        if isinstance(
-            owner, ElasticJob
-        ):  # the edit may have raised these limits, so they must not end or delete the job
+        if isinstance(owner, ElasticJob):
+            # The edit may have raised these limits, so they must not end or delete the job.
             return replace(owner, active_deadline_s=None, ttl_seconds_after_finished=None)
         return owner
 
     def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
         message = f"{'; '.join(problem.message for problem in problems)}; {PREVIOUS_SPEC_APPLIES}"
         problem = SpecProblem(problems[0].reason, message)
-        status, events = self._with_problem(plan.status, problem, owner, owner.status), plan.events
+        status, events = self._with_problem(plan.status, problem, owner), plan.events
         if owner.status.get("observedGeneration") != owner.generation:
             events = (*events, EventNote("Warning", problem.reason, message))
         return replace(plan, status={**status, "observedGeneration": owner.generation}, events=events)
@@ -287,27 +281,21 @@ class Reconciler:
         before = before if isinstance(before, dict) else {}
         message = "; ".join(problem.message for problem in problems)
         condition = Condition("Accepted", False, problems[0].reason, message)
-        status = set_condition(before, condition, generation, self._clock())
+        status = set_condition(before, condition, generation, self._clock(), before)
         status |= {"observedGeneration": generation, "phase": before.get("phase") or "Pending", "message": message}
         written = self._write_status(kind.type, resource, status)
         if written is None:
             return _CONFLICT_RETRY_S
         if written:
             notes = [EventNote("Warning", problem.reason, problem.message) for problem in problems]
-            self._show(kind, resource, notes)
+            self._show(kind.type, resource, notes)
         return math.inf
 
-    def _carry_out(
-        self,
-        kind: ResourceHandling,
-        resource: Object,
-        owner: MemberOwner,
-        plan: Plan,
-        target: ScaleTarget | None,
-    ) -> float:
+    def _carry_out(self, resource: Object, owner: MemberOwner, plan: Plan) -> float:
+        kind = owner.resource_type
         plan = self._note_refusal(owner, plan)
         self._surroundings.note_status(owner, plan.status)
-        written = self._write_status(kind.type, resource, plan.status)
+        written = self._write_status(kind, resource, plan.status)
         if written is None:
             return _CONFLICT_RETRY_S  # the resource has changed since the plan was made
         if plan.create and not written and self._has_changed(kind, resource):
@@ -316,34 +304,35 @@ class Reconciler:
             self._show(kind, resource, plan.events)  # they describe changes of the status, which are not found again
         denied = self._take_away(owner, plan)
         if denied is not None:
-            self._remember_refusal(kind, resource, owner, denied)
+            self._remember_refusal(resource, owner, denied)
         try:
             taken = self._make(owner, plan)
-            if target is not None and plan.scale_target is not None and plan.scale_target != target.replicas:
-                self._api.write_scale(target.type, target.name, plan.scale_target, owner.namespace)
+            if plan.scale is not None:
+                target, replicas = plan.scale
+                self._api.write_scale(target.type, target.name, replicas, owner.namespace)
         except (InvalidObjectError, AccessDeniedError, QuotaExceededError) as exc:
-            self._remember_refusal(kind, resource, owner, exc)
+            self._remember_refusal(resource, owner, exc)
             raise
         was_refused = denied is None and self._refusals.pop(owner.key, None) is not None
         if not written:
             self._show(kind, resource, plan.events)
         if plan.delete_owner:
-            self._api.delete(kind.type, owner.name, owner.namespace, uid=owner.uid)
+            self._api.delete(kind, owner.name, owner.namespace, uid=owner.uid)
         if taken:
-            self._skip_tries(kind, owner, taken)
+            self._skip_tries(owner, taken)
             return _CONFLICT_RETRY_S
         if was_refused:
             return _CONFLICT_RETRY_S  # the status still says so
         return math.inf if plan.requeue_s is None else plan.requeue_s
 
-    def _has_changed(self, kind: ResourceHandling, resource: Object) -> bool:
+    def _has_changed(self, kind: ResourceType, resource: Object) -> bool:
         read = resource["metadata"]
-        now = self._api.get(kind.type, read["name"], read["namespace"])
+        now = self._api.get(kind, read["name"], read["namespace"])
         return now is None or now["metadata"].get("resourceVersion") != read["resourceVersion"]
 
-    def _show(self, kind: ResourceHandling, resource: Object, notes: Sequence[EventNote]) -> None:
+    def _show(self, kind: ResourceType, resource: Object, notes: Sequence[EventNote]) -> None:
         for note in notes:
-            self._record_event(kind.type, resource, note)
+            self._record_event(kind, resource, note)
 
     def _take_away(self, owner: MemberOwner, plan: Plan) -> AccessDeniedError | None:
         """Delete the plan's objects; return the error if deleting one other than a pod is forbidden."""
@@ -403,10 +392,10 @@ class Reconciler:
             raise ConflictError(f"{owner.key}: pod {name} existed, and is gone")
         return bool(read_member_pods(found, owner.uid)[0])
 
-    def _skip_tries(self, kind: ResourceHandling, owner: MemberOwner, pods: Sequence[Object]) -> None:
+    def _skip_tries(self, owner: MemberOwner, pods: Sequence[Object]) -> None:
         """Skip an attempt number of the members, so that their next pods have a new name."""
-        fresh = self._api.get(kind.type, owner.name, owner.namespace)
-        if fresh is None or fresh["metadata"].get("uid") != owner.uid:
+        fresh = self._reread(owner)
+        if fresh is None:
             return
         status = fresh.get("status") or {}
         members, skipped = dict(status.get("members") or {}), []
@@ -417,11 +406,15 @@ class Reconciler:
             if isinstance(record, Mapping) and record.get("try") == number:
                 members[key] = {**record, "try": number + 1}
                 skipped.append(pod["metadata"]["name"])
-        if self._write_status(kind.type, fresh, {**status, "members": members}):
+        if self._write_status(owner.resource_type, fresh, {**status, "members": members}):
             for name in skipped:
                 message = f"a pod named {name} exists that is not this resource's: the next attempt's name is used"
                 logger.warning("%s: %s", owner.key, message)
-                self._record_event(kind.type, fresh, EventNote("Warning", "NameTaken", message, name))
+                self._record_event(owner.resource_type, fresh, EventNote("Warning", "NameTaken", message, name))
+
+    def _reread(self, owner: MemberOwner) -> Object | None:
+        fresh = self._api.get(owner.resource_type, owner.name, owner.namespace)
+        return fresh if fresh is not None and fresh["metadata"].get("uid") == owner.uid else None
 
     def _write_status(self, kind: ResourceType, resource: Object, status: Mapping[str, Any]) -> bool | None:
         """Write a status if it differs; return whether it did, or None if the resource has changed or is gone."""
@@ -445,11 +438,10 @@ class Reconciler:
         uid, generation, problem = self._refusals.get(owner.key, ("", 0, None))
         if problem is None or (uid, generation) != (owner.uid, owner.generation):
             return plan
-        return replace(plan, status=self._with_problem(plan.status, problem, owner, owner.status))
+        return replace(plan, status=self._with_problem(plan.status, problem, owner))
 
     def _remember_refusal(
         self,
-        kind: ResourceHandling,
         resource: Object,
         owner: MemberOwner,
         exc: InvalidObjectError | AccessDeniedError | QuotaExceededError,
@@ -459,19 +451,12 @@ class Reconciler:
         known = self._refusals.get(owner.key)
         self._refusals[owner.key] = (owner.uid, owner.generation, problem)
         if known is None or known[2] != problem:
-            self._record_event(kind.type, resource, EventNote("Warning", reason, str(exc)))
-            fresh = self._api.get(kind.type, owner.name, owner.namespace)
-            if fresh is not None and fresh["metadata"].get("uid") == owner.uid:
-                status = fresh.get("status") or {}
-                self._write_status(kind.type, fresh, self._with_problem(status, problem, owner, status))
+            self._record_event(owner.resource_type, resource, EventNote("Warning", reason, str(exc)))
+            if (fresh := self._reread(owner)) is not None:
+                status = self._with_problem(fresh.get("status") or {}, problem, owner)
+                self._write_status(owner.resource_type, fresh, status)
 
-    def _with_problem(
-        self,
-        status: Mapping[str, Any],
-        problem: SpecProblem,
-        owner: MemberOwner,
-        before: Mapping[str, Any],
-    ) -> Object:
+    def _with_problem(self, status: Mapping[str, Any], problem: SpecProblem, owner: MemberOwner) -> Object:
         condition = Condition("Accepted", False, problem.reason, problem.message)
-        written = set_condition(status, condition, owner.generation, self._clock(), before)
+        written = set_condition(status, condition, owner.generation, self._clock(), owner.status)
         return {**written, "message": problem.message}

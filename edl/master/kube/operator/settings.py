@@ -34,10 +34,7 @@ class StoreAllowlist:
 
     def __post_init__(self) -> None:
         for prefix in self.prefixes:
-            parts = _split(prefix)
-            bad = parts is None or parts.scheme not in _SCHEMES or _find_extras(parts) or "," in prefix
-            bad = bad or (parts is not None and not _has_members(parts))
-            if bad or (parts is not None and parts.netloc.endswith(":")):  # a missing port matches nothing
+            if not _is_prefix(prefix):
                 raise SettingsError(
                     f"--allow-store {shown(prefix.partition('?')[0].rpartition('@')[2])}: expected SCHEME://HOST:PORT,"
                     f" SCHEME://HOST or SCHEME://, with a scheme of {', '.join(_SCHEMES)}"
@@ -109,11 +106,14 @@ def _list_members(parts: SplitResult) -> list[str]:
     return [identify_server(parts.scheme, member.strip()) for member in members]
 
 
-def _has_members(parts: SplitResult) -> bool:
+def _is_prefix(text: str) -> bool:
     try:
-        return bool(_list_members(parts))
+        parts = urlsplit(text)
+        _list_members(parts)
     except ValueError:
         return False
+    # A missing port, as in `edl://a:`, matches nothing.
+    return parts.scheme in _SCHEMES and not (_find_extras(parts) or "," in text or parts.netloc.endswith(":"))
 
 
 def _host_of(member: str) -> str:

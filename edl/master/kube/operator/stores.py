@@ -92,7 +92,7 @@ class StoreFollower:
         self._told_s: dict[str, float] = {}
         self._written_s: dict[str, float] = {}
         self._silent: frozenset[str] = frozenset()
-        self._stale = {"wanted/": _UNANSWERED, "master_reports/": _UNANSWERED}
+        self._stale = _UNANSWERED
         self._away_since_s: float | None = time.monotonic()
         self._unreachable = ""
         self._store: Store = open_store(url)
@@ -110,9 +110,7 @@ class StoreFollower:
             key = wanted_key(kind, name)
             wanted = self._wanted.get(key, (b"", None))[1]
             progress = self._reports.get(report_key(name), (b"", None))[1] if kind == "workers" else None
-            return StoreAnswer(
-                wanted, progress, self._stale["wanted/"], unreachable=self._unreachable, silent=key in self._silent
-            )
+            return StoreAnswer(wanted, progress, self._stale, unreachable=self._unreachable, silent=key in self._silent)
 
     def advise(self, wanted: bool) -> None:
         """Start or stop an advisor in this process, which decides how many teachers are useful."""
@@ -149,9 +147,7 @@ class StoreFollower:
     def _take_wanted(self, snapshot: StoreSnapshot) -> None:
         changed = []
         with self._lock:
-            was_stale = self._note_stale("wanted/", snapshot)
-            if snapshot.stale and self._away_since_s is None:
-                self._away_since_s = time.monotonic()
+            was_stale = self._note_stale(snapshot)
             if not snapshot.stale:
                 self._away_since_s = None
                 self._unreachable = ""
@@ -175,9 +171,8 @@ class StoreFollower:
         now_s = time.monotonic()
         changed = []
         with self._lock:
-            self._note_stale("master_reports/", snapshot)
             if snapshot.stale:
-                return
+                return  # the watch of `wanted/` says so
             found: dict[str, tuple[bytes, WorkProgress | None]] = {}
             for key, entry in snapshot.entries.items():
                 before = self._reports.get(key)
@@ -202,7 +197,7 @@ class StoreFollower:
         self._check_away()
         with self._lock:
             now_s, before = time.monotonic(), self._silent
-            if not self._stale["wanted/"]:
+            if not self._stale:
                 self._silent = frozenset(key for key, at_s in self._written_s.items() if now_s - at_s >= _SILENT_S)
             changed = before ^ self._silent
         for key in changed:
@@ -213,15 +208,17 @@ class StoreFollower:
             since_s = self._away_since_s
             if self._unreachable or since_s is None or time.monotonic() - since_s < _AWAY_S:
                 return
-            self._unreachable = self._stale["wanted/"]
+            self._unreachable = self._stale
         self._on_change("")
 
-    def _note_stale(self, prefix: str, snapshot: StoreSnapshot) -> bool:
-        before = self._stale[prefix]
-        self._stale[prefix] = snapshot.stale
-        if snapshot.stale and (not before or before == _UNANSWERED):
+    def _note_stale(self, snapshot: StoreSnapshot) -> bool:
+        """Note whether the store is unreachable; return whether it has just answered again."""
+        before, self._stale = self._stale, snapshot.stale
+        if snapshot.stale and self._away_since_s is None:
+            self._away_since_s = time.monotonic()
+        if snapshot.stale and before in ("", _UNANSWERED):
             logger.warning("store %s is unreachable; wanted numbers are kept: %s", _show(self._url), snapshot.stale)
-        elif before and before != _UNANSWERED and not snapshot.stale:
+        elif before not in ("", _UNANSWERED) and not snapshot.stale:
             logger.info("store %s answers again", _show(self._url))
         return bool(before) and not snapshot.stale
 

@@ -22,8 +22,7 @@ from edl.background import BackgroundLoop
 from edl.errors import AccessDeniedError
 from edl.master.kube.capacity import GPU, ONE, ClusterCapacity, PodClaim
 from edl.master.kube.jobs import find_final_phase, find_waiting_since_s, shares_cluster
-from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL
-from edl.master.kube.members.pods import MemberPod, get_mapping, get_text
+from edl.master.kube.members.pods import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL, MemberPod, get_mapping, get_text
 from edl.master.kube.observation import OwnerObservation, StoreAnswer
 from edl.master.kube.operator.owner_keys import OwnerKeyCleanup
 from edl.master.kube.operator.settings import StoreAllowlist

@@ -229,7 +229,7 @@ def _scale_target(draft: PoolDraft) -> None:
     else:
         draft.growth = Growth(False, "AtWanted", "as many teachers as wanted")
     if draft.observation.target is not None and present != draft.target:
-        draft.scale_target = draft.target
+        draft.scale = (draft.observation.target, draft.target)
     # No event reports changes to the object: nothing watches it.
     draft.look_again_s = _TARGET_LOOK_S if present == draft.ready == draft.target else _LEAVING_LOOK_S
 
@@ -263,7 +263,7 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         status=write_status(draft),
         delete=tuple(draft.delete),
         create=tuple(draft.create),
-        scale_target=draft.scale_target,
+        scale=draft.scale,
         events=(*draft.events, *describe_transitions(draft)),
         requeue_s=_find_requeue_s(draft),
     )

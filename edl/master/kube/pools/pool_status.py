@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from edl.kube.objects import Object, format_time, read_time
-from edl.master.kube.members.naming import build_selector
-from edl.master.kube.members.pods import MemberPod
+from edl.master.kube.members.pods import MemberPod, build_selector
 from edl.master.kube.members.records import MemberRecord, format_member_records
 from edl.master.kube.observation import (
     Condition,
     EventNote,
     OwnerObservation,
     PodDeletion,
+    ScaleTarget,
     find_condition,
     write_conditions,
 )
@@ -95,7 +95,7 @@ class PoolDraft:
     update: TeacherUpdate | None = None
     target: int = 0
     growth: Growth = Growth(False, "", "")
-    scale_target: int | None = None
+    scale: tuple[ScaleTarget, int] | None = None
     delete: list[PodDeletion] = field(default_factory=list)
     create: list[Object] = field(default_factory=list)
     events: list[EventNote] = field(default_factory=list)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from edl.discovery.store_url import identify_store
-from edl.master.kube.members.naming import OWNER_UID_LABEL
-from edl.master.kube.members.pods import MemberPod
+from edl.master.kube.members.pods import OWNER_UID_LABEL, MemberPod
 from edl.master.kube.observation import OwnerObservation, find_condition
 from edl.master.kube.resources import TeacherPool
 

@@ -18,7 +18,7 @@ from edl.errors import ConflictError, InvalidObjectError, KubernetesError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import ResourceType
-from edl.master.kube.members.naming import PREVIOUS_SPEC_APPLIES
+from edl.master.kube.members.pods import PREVIOUS_SPEC_APPLIES
 
 LOST = KubernetesError("no answer in 10 s: whether a change was made is not known")
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from edl.errors import SettingsError
 from edl.kube.objects import Object
-from edl.master.kube.members.naming import build_member_name, shorten_name
 from edl.master.kube.members.pod_policy import PodPolicy
 from edl.master.kube.members.pod_template import build_member_pod, has_memory_quantity
-from edl.master.kube.members.pods import MemberPod, read_member_pod, read_member_pods
+from edl.master.kube.members.pods import MemberPod, build_member_name, read_member_pod, read_member_pods, shorten_name
 from edl.master.kube.members.records import (
     ExcludedNode,
     MemberOutcome,

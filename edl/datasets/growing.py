@@ -153,7 +153,7 @@ class Follower:
         if end and not finishing:  # new units, and those that looked unfinished
             self._look(final=True)
         spec = self._dataset.spec
-        if end or (spec.flush_s > 0 and quiet_s >= spec.flush_s / 2):  # the master also waits before it hands them out
+        if end or 0 < spec.flush_s <= quiet_s:
             self._publish(self._units)
         else:
             self._publish(self._units // spec.shard_size * spec.shard_size)

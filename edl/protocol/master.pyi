@@ -86,12 +86,6 @@ class EndDataset(_message.Message):
     dataset: str
     def __init__(self, dataset: _Optional[str] = ...) -> None: ...
 
-class FlushDataset(_message.Message):
-    __slots__ = ("dataset",)
-    DATASET_FIELD_NUMBER: _ClassVar[int]
-    dataset: str
-    def __init__(self, dataset: _Optional[str] = ...) -> None: ...
-
 class DescribeDatasetRequest(_message.Message):
     __slots__ = ("dataset",)
     DATASET_FIELD_NUMBER: _ClassVar[int]
@@ -317,7 +311,7 @@ class Expire(_message.Message):
     def __init__(self, leases: _Optional[_Iterable[int]] = ..., sessions: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("begin_term", "create_dataset", "extend_dataset", "end_dataset", "open_session", "turn", "expire", "mark", "resume", "retry_poisoned", "restore_progress", "close_session", "flush_dataset", "time_ms")
+    __slots__ = ("begin_term", "create_dataset", "extend_dataset", "end_dataset", "open_session", "turn", "expire", "mark", "resume", "retry_poisoned", "restore_progress", "close_session", "time_ms")
     BEGIN_TERM_FIELD_NUMBER: _ClassVar[int]
     CREATE_DATASET_FIELD_NUMBER: _ClassVar[int]
     EXTEND_DATASET_FIELD_NUMBER: _ClassVar[int]
@@ -330,7 +324,6 @@ class Command(_message.Message):
     RETRY_POISONED_FIELD_NUMBER: _ClassVar[int]
     RESTORE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
-    FLUSH_DATASET_FIELD_NUMBER: _ClassVar[int]
     TIME_MS_FIELD_NUMBER: _ClassVar[int]
     begin_term: BeginTerm
     create_dataset: CreateDataset
@@ -344,9 +337,8 @@ class Command(_message.Message):
     retry_poisoned: RetryPoisoned
     restore_progress: RestoreProgress
     close_session: CloseSession
-    flush_dataset: FlushDataset
     time_ms: int
-    def __init__(self, begin_term: _Optional[_Union[BeginTerm, _Mapping]] = ..., create_dataset: _Optional[_Union[CreateDataset, _Mapping]] = ..., extend_dataset: _Optional[_Union[ExtendDataset, _Mapping]] = ..., end_dataset: _Optional[_Union[EndDataset, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., expire: _Optional[_Union[Expire, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., retry_poisoned: _Optional[_Union[RetryPoisoned, _Mapping]] = ..., restore_progress: _Optional[_Union[RestoreProgress, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ..., flush_dataset: _Optional[_Union[FlushDataset, _Mapping]] = ..., time_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, begin_term: _Optional[_Union[BeginTerm, _Mapping]] = ..., create_dataset: _Optional[_Union[CreateDataset, _Mapping]] = ..., extend_dataset: _Optional[_Union[ExtendDataset, _Mapping]] = ..., end_dataset: _Optional[_Union[EndDataset, _Mapping]] = ..., open_session: _Optional[_Union[OpenSession, _Mapping]] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., expire: _Optional[_Union[Expire, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., retry_poisoned: _Optional[_Union[RetryPoisoned, _Mapping]] = ..., restore_progress: _Optional[_Union[RestoreProgress, _Mapping]] = ..., close_session: _Optional[_Union[CloseSession, _Mapping]] = ..., time_ms: _Optional[int] = ...) -> None: ...
 
 class ShardRange(_message.Message):
     __slots__ = ("epoch", "shard", "start", "stop")
@@ -441,12 +433,11 @@ class SessionState(_message.Message):
     def __init__(self, session: _Optional[str] = ..., holder: _Optional[str] = ..., last_request: _Optional[int] = ..., reply: _Optional[_Union[NextReply, _Mapping]] = ..., leases: _Optional[_Iterable[_Union[LeaseState, _Mapping]]] = ..., units_done: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., resume_reply: _Optional[_Union[ResumeReply, _Mapping]] = ...) -> None: ...
 
 class DatasetState(_message.Message):
-    __slots__ = ("dataset", "spec", "units", "ended", "flushed", "epoch", "position", "units_done", "shards", "sessions", "histories", "index")
+    __slots__ = ("dataset", "spec", "units", "ended", "epoch", "position", "units_done", "shards", "sessions", "histories", "index")
     DATASET_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
-    FLUSHED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     UNITS_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -458,7 +449,6 @@ class DatasetState(_message.Message):
     spec: DatasetSpec
     units: int
     ended: bool
-    flushed: int
     epoch: int
     position: int
     units_done: int
@@ -466,7 +456,7 @@ class DatasetState(_message.Message):
     sessions: _containers.RepeatedCompositeFieldContainer[SessionState]
     histories: _containers.RepeatedCompositeFieldContainer[HistoryState]
     index: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, dataset: _Optional[str] = ..., spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., units: _Optional[int] = ..., ended: _Optional[bool] = ..., flushed: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., units_done: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardState, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., histories: _Optional[_Iterable[_Union[HistoryState, _Mapping]]] = ..., index: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, dataset: _Optional[str] = ..., spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., units: _Optional[int] = ..., ended: _Optional[bool] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., units_done: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardState, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., histories: _Optional[_Iterable[_Union[HistoryState, _Mapping]]] = ..., index: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class EndedSession(_message.Message):
     __slots__ = ("session", "reason")

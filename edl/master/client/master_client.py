@@ -298,7 +298,7 @@ class MasterClient(Resource):
             return None
 
     def extend_dataset(self, name: str, units: int, index: bytes = b"", known: int | None = None) -> None:
-        """Tell the master that an endless source has grown.
+        """Tell the master that an endless source has grown. All of its units are handed out, the last in a short shard.
 
         Args:
             name: Name of the data set.
@@ -312,17 +312,6 @@ class MasterClient(Resource):
         """
         request = messages.ExtendDataset(dataset=name, units=units, index=index, known=known)
         self._call("ExtendDataset", request, messages.DatasetReply)
-
-    def flush_dataset(self, name: str) -> None:
-        """Hand out the last units, which do not fill a shard yet, as a short one.
-
-        Args:
-            name: Name of the data set.
-
-        Raises:
-            SettingsError: The data set does not grow.
-        """
-        self._call("FlushDataset", messages.FlushDataset(dataset=name), messages.DatasetReply)
 
     def end_dataset(self, name: str) -> None:
         """Tell the master that a source will not grow any further.

@@ -199,13 +199,6 @@ class ShardBook:
             self.version += 1
         return dataset.describe(index=False)
 
-    def _flush_dataset(self, command: master.FlushDataset) -> master.DatasetReply:
-        dataset, cursor = self._stream(command.dataset)
-        if cursor.flushed < cursor.units:
-            cursor.flushed = cursor.units
-            self.version += 1
-        return dataset.describe(index=False)
-
     def _open_session(self, command: master.OpenSession) -> master.NextReply:
         check_name("session", command.session)
         check_name("holder", command.holder)

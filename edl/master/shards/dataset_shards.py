@@ -437,7 +437,6 @@ class DatasetShards:
             index=self.index,
             units=cursor.units,
             ended=cursor.is_stream and cursor.ended,
-            flushed=cursor.flushed,
             epoch=cursor.epoch,
             position=cursor.position,
             units_done=self.units_done,
@@ -473,7 +472,6 @@ class DatasetShards:
             message.spec,
             message.units,
             ended=message.ended,
-            flushed=message.flushed,
             epoch=message.epoch,
             position=message.position,
         )
@@ -529,9 +527,7 @@ class DatasetShards:
                 f"data set {self.name} has {now.units} units so far, but the progress is at {state.position}: extend"
                 " its index first"
             )
-        cursor = UnitCursor(
-            *(self.spec, now.units), ended=now.ended, flushed=now.flushed, epoch=state.epoch, position=state.position
-        )
+        cursor = UnitCursor(self.spec, now.units, ended=now.ended, epoch=state.epoch, position=state.position)
         possible = state.units_done >= 0 and cursor.is_possible and (now.is_stream or state.units == now.units)
         for shard in state.shards:
             low, high = shard.shard * size, min((shard.shard + 1) * size, now.units)

@@ -208,8 +208,8 @@ class ReturnedRanges:
 class UnitCursor:
     """A position in the order of an epoch; everything before it was handed out. Each shuffled epoch has its own order.
 
-    It counts shards, or units if the source grows. A growing source has one epoch; its shards are in order, and full
-    until it ends or is flushed.
+    It counts shards, or units if the source grows. A growing source has one epoch, whose shards are in order. All of
+    its units are handed out: a follower reports those that fill no shard only when it expects no more for a while.
     """
 
     def __init__(
@@ -218,14 +218,12 @@ class UnitCursor:
         units: int,
         *,
         ended: bool = False,
-        flushed: int = 0,
         epoch: int = 0,
         position: int = 0,
     ) -> None:
         self.is_stream = not spec.HasField("units")
         self.units = units
         self.ended = ended or not self.is_stream
-        self.flushed = flushed
         self.epoch = epoch
         self.position = position
         self._spec = spec
@@ -241,12 +239,10 @@ class UnitCursor:
 
     def _end(self) -> int:
         """Return the position at which nothing is left to hand out for now."""
-        if not self.is_stream:
-            return -(-self.units // self._size)
-        return self.units if self.ended else max(self.flushed, self.units // self._size * self._size)
+        return self.units if self.is_stream else -(-self.units // self._size)
 
     def take(self, most: int) -> list[UnitRange]:
-        """Advance by up to `most` shards of this epoch, or parts of them after a flush; return them."""
+        """Advance by up to `most` shards of this epoch, or the parts that a source has; return them."""
         taken: list[UnitRange] = []
         epoch, size, units, end = self.epoch, self._size, self.units, self._end()
         while (missing := most - len(taken)) > 0 and self.position < end:
@@ -289,13 +285,12 @@ class UnitCursor:
     @property
     def is_possible(self) -> bool:
         """Whether the position is reachable; it may come from a file."""
-        end = self.units if self.is_stream else self._end()
-        return 0 <= self.position <= end and 0 <= self.epoch < (self._epochs or self.epoch + 1)
+        return 0 <= self.position <= self._end() and 0 <= self.epoch < (self._epochs or self.epoch + 1)
 
     def shards(self) -> tuple[int, int, int | None]:
         """Return how many shards of this epoch were handed out or begun, how many could follow now, and a begun one.
 
-        A shard that a flush has cut counts as begun if it has grown since.
+        A shard of which a part was handed out counts as begun if it has grown since.
         """
         end = self._end()
         if not self.is_stream:

@@ -80,12 +80,12 @@ def append(path: Path, data: bytes) -> None:
 
 
 def test_quiet_source_ends(log: Path) -> None:
-    """Units that fill no shard are told after half of `flush_s`, all of them at the end."""
+    """Units that fill no shard are told after `flush_s`, all of them at the end."""
     dataset, now_s = opened(str(log), shard_size=2, flush_s=4.0), 100.0
     master = Master(dataset)
     follower = Follower(master, "data", dataset, FollowSettings(end_after_s=5.0), clock=lambda: now_s)
     append(log, b"1\n2\n3\nbegun")
-    for quiet_s, units, end in ((0.0, 2, False), (1.9, 2, False), (2.0, 3, False), (4.9, 3, False), (5.0, 4, True)):
+    for quiet_s, units, end in ((0.0, 2, False), (3.9, 2, False), (4.0, 3, False), (4.9, 3, False), (5.0, 4, True)):
         now_s = 100.0 + quiet_s
         assert follower.follow_once() is master.ended is end
         assert master.units == units

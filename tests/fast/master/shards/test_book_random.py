@@ -260,9 +260,6 @@ class Pair:
         self.apply(end_dataset=master.EndDataset(dataset="d"))
         self.ended = True
 
-    def flush(self) -> None:
-        self.apply(flush_dataset=master.FlushDataset(dataset="d"))
-
     # --- Records. ---
 
     def history_of(self, session: str, asking: str) -> NaiveSession:
@@ -338,9 +335,8 @@ class Pair:
         epoch = status["epoch"]
         begun = [(at, unit) for at in range(epoch + 1) for unit in range(self.units)]
         todo = {(at, unit // size) for at, unit in begun if self.state.get((at, unit), "todo") == "todo"}
-        if self.ended:
-            assert status["shards"]["todo"] == len(todo - doing - self.poisoned()), status
-            assert sum(status["shards"].values()) == (epoch + 1) * -(-self.units // size)
+        assert status["shards"]["todo"] == len(todo - doing - self.poisoned()), status
+        assert sum(status["shards"].values()) == (epoch + 1) * -(-self.units // size)
         for session in self.live.values():
             info = self.book.sessions[session.id]
             assert set(info.leases) == {lease.id for lease in self.leases.values() if lease.session == session.id}
@@ -357,7 +353,7 @@ def step(pair: Pair, choice: random.Random) -> None:
     if pair.by_checkpoint:
         kinds += ["mark", "mark", "mark", "resume", "resume"]
     if not pair.spec.HasField("units"):
-        kinds += ["extend", "extend", "flush", "end"]
+        kinds += ["extend", "extend", "end"]
     kind = choice.choice(kinds)
     if kind == "open" and len(live) < 5:
         pair.open(choice.choice("abc"))
@@ -397,8 +393,6 @@ def step(pair: Pair, choice: random.Random) -> None:
         _resume(pair, choice)
     elif kind == "extend" and not pair.ended:
         pair.extend(choice.randint(0, 7))
-    elif kind == "flush":
-        pair.flush()
     elif kind == "end" and choice.random() < 0.02:
         pair.end()
 

@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from edl.errors import SettingsError
 from edl.protocol.tls import AUTHORIZATION, CredentialFiles, host_of
@@ -15,6 +15,27 @@ from edl.protocol.transport import DIRECT, grpc
 Options: TypeAlias = Sequence[tuple[str, Any]]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
+
+CLIENT_OPTIONS: Final[Options] = (
+    # A server that replaces another answers within a fraction of a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also how long an attempt to connect may take
+    # A vanished host sends nothing: its streams must end with an error.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels of one process share a connection and its backoff
+)
+"""Options of a client of a master or a served store."""
+_SERVER_OPTIONS: Final[Options] = (
+    ("grpc.so_reuseport", 0),  # a second server on the same port would get half of the connections
+    ("grpc.keepalive_time_ms", 10_000),  # a vanished host must not keep its streams
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
+    ("grpc.http2.max_ping_strikes", 0),
+)
+_AGE_MS: Final = 3_600_000
+"""With TLS or tokens, connections of this age are replaced, so that new certificates and tokens take effect."""
 
 _used_in: set[int] = set()
 """Processes (this one and its fork ancestors) that have created a channel or listened."""
@@ -61,6 +82,14 @@ def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
             "--allow-insecure-tokens, allow_insecure_tokens=True)"
         )
     return ((AUTHORIZATION, f"Bearer {tokens[0]}"),)
+
+
+def make_server(files: CredentialFiles | None, handler: grpc.GenericRpcHandler, options: Options) -> grpc.aio.Server:
+    """Return a server of a master or a store, which checks tokens; it listens nowhere yet."""
+    age = [("grpc.max_connection_age_ms", _AGE_MS)] if files is not None else []
+    server = grpc.aio.server(options=[*_SERVER_OPTIONS, *age, *options], interceptors=token_checks(files))
+    server.add_generic_rpc_handlers((handler,))
+    return server
 
 
 def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None) -> int:

@@ -27,7 +27,7 @@ from edl.discovery.sqlite import RowClaim, SqliteStore
 from edl.discovery.store import Store, check_key, check_prefix, check_value
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
-from edl.protocol.channel import listen, token_checks
+from edl.protocol.channel import listen, make_server
 from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.resource import Resource
@@ -42,16 +42,7 @@ _RETURN_S: Final = 3.0
 """How long clients of the previous server may take to connect: three times their longest pause."""
 _FILE_S: Final = 1.0
 """How long a transaction may wait for another process; none should use the file."""
-_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    ("grpc.so_reuseport", 0),  # a second server on the same port would get half of the connections
-    ("grpc.max_receive_message_length", 1 << 20),  # four times the largest value
-    ("grpc.keepalive_time_ms", 10_000),  # a vanished host must not keep its watches
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
-    ("grpc.http2.max_ping_strikes", 0),
-)
-_AGE_MS: Final = 3_600_000
-"""With TLS or tokens, a connection is checked again after this long, as a teacher's is."""
+_OPTIONS: Final = (("grpc.max_receive_message_length", 1 << 20),)  # four times the largest value
 TICK_S: Final = 0.1
 """How often the server checks for expired leases, so others see a death this much later. A check takes 20 µs."""
 PAUSE_S: Final = 0.3
@@ -76,7 +67,10 @@ class StoreLimits:
 
 
 class StoreServicer:
-    """Answers requests from a store. It first renews all leases: their holders could not while nothing served it."""
+    """Answers requests from a store: the method NAME of store.proto by `_name`.
+
+    It first renews all leases: their holders could not while nothing served it.
+    """
 
     def __init__(self, store: SqliteStore, limits: StoreLimits, name: str, rings: SeriesRings) -> None:
         self._store = store
@@ -99,27 +93,14 @@ class StoreServicer:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handlers of all methods."""
-        unary: dict[str, tuple[Callable[..., Any], Any, Any]] = {
-            "Hello": (self._hello, messages.HelloRequest, messages.HelloReply),
-            "Get": (self._get, messages.GetRequest, messages.GetReply),
-            "Set": (self._set, messages.SetRequest, messages.SetReply),
-            "Delete": (self._delete, messages.DeleteRequest, messages.DeleteReply),
-            "Grant": (self._grant, messages.GrantRequest, messages.GrantReply),
-            "Renew": (self._renew, messages.RenewRequest, messages.RenewReply),
-            "Revoke": (self._revoke, messages.RevokeRequest, messages.RevokeReply),
-        }
-        handlers: dict[str, Any] = {
-            name: grpc.unary_unary_rpc_method_handler(
-                partial(self._answer, answer, reply), request.FromString, lambda reply: reply.SerializeToString()
-            )
-            for name, (answer, request, reply) in unary.items()
-        }
-        handlers["Watch"] = grpc.unary_stream_rpc_method_handler(
-            self._watch, messages.WatchRequest.FromString, lambda reply: reply.SerializeToString()
-        )
-        handlers["Series"] = grpc.unary_stream_rpc_method_handler(
-            self._series, messages.SeriesRequest.FromString, lambda reply: reply.SerializeToString()
-        )
+        hello: Any = messages.HelloRequest.DESCRIPTOR
+        handlers: dict[str, Any] = {}
+        for method in hello.file.services_by_name[SERVICE.rpartition(".")[2]].methods:
+            request, reply = (getattr(messages, kind.name) for kind in (method.input_type, method.output_type))
+            answer, make = getattr(self, f"_{method.name.lower()}"), grpc.unary_stream_rpc_method_handler
+            if not method.server_streaming:
+                answer, make = partial(self._answer, answer, reply), grpc.unary_unary_rpc_method_handler
+            handlers[method.name] = make(answer, request.FromString, reply.SerializeToString)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     async def tick(self) -> None:
@@ -395,11 +376,8 @@ class StoreServer(Resource):
         self._stop = asyncio.Event()
         if self._closed:  # closed before there was anything to stop
             return
-        checks = token_checks(self._files)
-        age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []
-        server = grpc.aio.server(options=[*_OPTIONS, *age], interceptors=checks)
         servicer = StoreServicer(self._store, self._limits, self.name, self._rings)
-        server.add_generic_rpc_handlers((servicer.handler(),))
+        server = make_server(self._files, servicer.handler(), _OPTIONS)
         try:
             self.port = listen(server, self._address.endpoint, self._files)
         except RuntimeError as exc:

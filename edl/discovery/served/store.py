@@ -15,7 +15,7 @@ from edl.discovery.store_url import StoreUrl
 from edl.discovery.watching import Follower
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
-from edl.protocol.channel import Metadata, call_metadata, channel
+from edl.protocol.channel import CLIENT_OPTIONS, Metadata, call_metadata, channel
 from edl.protocol.tls import CredentialFiles, explain_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import shown
@@ -30,16 +30,6 @@ FORMAT: Final = 1
 
 DEFAULT_PORT: Final = 29400
 """torch's own for a rendezvous (`torch.distributed.elastic`)."""
-_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    # Another process of the server's host may take over within a fraction of a second.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # also how long an attempt to connect may take
-    # A vanished host sends nothing: its watches must end with an error.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels of one process share a connection and its backoff
-)
 
 
 def store_credentials(credentials: Credentials) -> Credentials:
@@ -97,7 +87,7 @@ class StoreClient(Resource):
         self._making = threading.Lock()
         self._answered = False
         self._version = self._material_version
-        self._channel = channel(target.endpoint, self._files, _OPTIONS)
+        self._channel = channel(target.endpoint, self._files, CLIENT_OPTIONS)
 
     def call(self, method: str, request: Message, reply: type[R], timeout_s: float | None = None) -> R:
         """Make a unary call."""
@@ -197,7 +187,7 @@ class StoreClient(Resource):
             with self._making:
                 version = self._material_version
                 if self._version != version and not self._closed:
-                    before, self._channel = self._channel, channel(self.target.endpoint, self._files, _OPTIONS)
+                    before, self._channel = self._channel, channel(self.target.endpoint, self._files, CLIENT_OPTIONS)
                     self._version = version
                     before.close()
         return self._channel

@@ -33,7 +33,7 @@ from edl.errors import (
 from edl.master.naming import FORMAT, MESSAGE_NBYTES, REFUSALS, SERVICE, NotFoundError, election_key, read_report
 from edl.notifier import Notifier
 from edl.protocol import master as messages
-from edl.protocol.channel import call_metadata, channel, is_forked_from_grpc
+from edl.protocol.channel import CLIENT_OPTIONS, call_metadata, channel, is_forked_from_grpc
 from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
@@ -54,12 +54,7 @@ _RETRY_S: Final = (0.1, 1.0)  # seconds, first and longest wait: a restarted mas
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
     ("grpc.max_send_message_length", MESSAGE_NBYTES),
-    ("grpc.initial_reconnect_backoff_ms", 100),  # another master takes over within seconds
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # also the timeout of a connection attempt
-    ("grpc.keepalive_time_ms", 10_000),  # a vanished host sends nothing
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels of one process share a connection and its backoff
+    *CLIENT_OPTIONS,
 )
 
 

@@ -14,10 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
-
-from typing_extensions import Self
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
@@ -29,6 +26,7 @@ from edl.load_reporting.wanted import WANTED_VERSION, WantedKind, wanted_key
 from edl.master.scaling.teachers import TeacherScalingSettings, TeacherScalingState, decide_teachers, observe_teachers
 from edl.master.scaling.workers import WorkerDecision
 from edl.quoting import shown
+from edl.resource import Resource
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +55,11 @@ class WorkerAdvice:
     decision: WorkerDecision
 
 
-class ScalingAdvisor:
+class ScalingAdvisor(Resource):
     """Writes how many teachers and workers are wanted, in its own thread, until it is closed.
 
-    An unreachable Store is logged once and retried. `store` stays open when this is closed. `workers` returns how many
-    workers a job should have, or None if that is unknown yet; called in the thread.
+    An unreachable Store is logged once and retried. `store` stays open when this is closed, and the records stay in
+    it. `workers` returns how many workers a job should have, or None if that is unknown yet; called in the thread.
     """
 
     def __init__(
@@ -71,19 +69,19 @@ class ScalingAdvisor:
         *,
         workers: Callable[[], WorkerAdvice | None] | None = None,
     ) -> None:
+        super().__init__()
         self._store = store
         self._settings = settings or AdvisorSettings()
         self._workers = workers
-        self._pid = os.getpid()
         self._services: dict[str, _Wanted] = {}
         self._jobs: dict[str, _Wanted] = {}
         self._backoff = Backoff(self._settings.interval_s, max(_LAST_RETRY_S, self._settings.interval_s), jitter=0.2)
         self._compare_at_s = 0.0
         self._other: tuple[object, ...] = ()
         teachers = self._settings.teachers
-        name = {"host": socket.gethostname(), "pid": self._pid, "least": teachers.least, "most": teachers.most}
+        name = {"host": socket.gethostname(), "pid": os.getpid(), "least": teachers.least, "most": teachers.most}
         self._election: Election = store.elect(_ELECTION, json.dumps(name).encode(), self._settings.ttl_s)
-        self._loop = BackgroundLoop("edl-advisor", self._step)
+        self._own(BackgroundLoop("edl-advisor", self._step))
 
     @property
     def is_leader(self) -> bool:
@@ -95,19 +93,8 @@ class ScalingAdvisor:
         found = [*list(self._services.values()), *list(self._jobs.values())]
         return {wanted.key: dict(wanted.record) for wanted in found if wanted.record}
 
-    def close(self) -> None:
-        """Step down, and end the thread; the records stay in the Store. Does nothing in a forked child."""
-        if os.getpid() == self._pid:
-            self._loop.close()
-            self._election.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _release(self) -> None:
+        self._election.close()
 
     def _step(self) -> float | None:
         try:

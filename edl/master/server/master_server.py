@@ -55,9 +55,8 @@ from edl.master.shards import ShardBook
 from edl.master.shards.units import check_spec, describe_difference
 from edl.notifier import Notifier
 from edl.protocol import master as messages
-from edl.protocol.channel import listen, token_checks
+from edl.protocol.channel import listen, make_server
 from edl.protocol.tls import CredentialFiles
-from edl.protocol.transport import grpc
 from edl.quoting import shown
 from edl.resource import Resource
 from edl.settings import Credentials, DiscoverySettings
@@ -73,17 +72,10 @@ _FENCED_LEASES: Final = 20
 """A leader that loses its journal takes it back, but only once per this many leases: the master that took it may be
 dead. A live master, in another Store, takes it again within two leases."""
 _IN_STORE: Final = "store"
-_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    ("grpc.so_reuseport", 0),  # a second server on the same port would get half of the connections
+_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
     ("grpc.max_send_message_length", MESSAGE_NBYTES),
-    ("grpc.keepalive_time_ms", 10_000),  # a vanished host must not keep its stream
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
-    ("grpc.http2.max_ping_strikes", 0),
 )
-_AGE_MS: Final = 3_600_000
-"""With TLS or tokens, connections of this age are replaced, so that new certificates and tokens take effect."""
 _BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Buckets of commit times in seconds: a disk takes 1 ms, a Store of several hosts up to its deadline of 5 s."""
 _FLUSH_S: Final = 2.0  # for a report to reach the Store
@@ -253,9 +245,7 @@ class MasterServer(Resource):
         self._loop = asyncio.get_running_loop()
         if self._closed:  # before there was anything to stop
             return
-        age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []
-        server = grpc.aio.server(options=[*_OPTIONS, *age], interceptors=token_checks(self._files))
-        server.add_generic_rpc_handlers((self._servicer.handler(),))
+        server = make_server(self._files, self._servicer.handler(), _OPTIONS)
         try:
             port = listen(server, self._address.endpoint, self._files)
         except RuntimeError as exc:

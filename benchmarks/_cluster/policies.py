@@ -11,10 +11,13 @@ from benchmarks._cluster.trace import Submission
 from edl.master.scaling.allocation_plan import JobRequest
 from edl.master.scaling.arbitration import arbitrate
 from edl.master.scaling.workers import (
+    EXPLORE_FACTOR,
+    GIVE_BACK_BELOW,
+    MIN_EFFICIENCY,
+    MIN_SAMPLES,
     ThroughputHistory,
     ThroughputModel,
     WorkerObservation,
-    WorkerScalingSettings,
     fit_throughput,
 )
 
@@ -23,21 +26,19 @@ __all__ = ["AncestorAutoscaler", "EdlArbiter", "GangScheduler", "scale_all_jobs"
 
 def find_useful_limit(observation: WorkerObservation) -> int:
     """The most workers that a job may be given now: what is known to be of use, and a step of what is unknown."""
-    settings = WorkerScalingSettings()
     low, now, high = observation.min_workers, observation.workers, observation.max_workers
     known = observation.history.list_known_sizes(observation.now_s)
     model = fit_throughput(observation.history, observation.now_s)
     if model is None:
         return min(high, max(now, low))
     record = observation.history.sizes.get(now)
-    measured = record is not None and now in known and record.samples >= settings.min_samples
-    reach = max(max(known) + 1, int(max(known) * settings.explore_factor))
-    limit = float(reach if measured else max(known))
+    measured = record is not None and now in known and record.samples >= MIN_SAMPLES
+    limit = float(max(known) * (EXPLORE_FACTOR if measured else 1))
     if len(known) > 1:
-        if model.b:  # up to the size at which a worker does `min_efficiency` of what it does alone
-            useful = ((model.a + model.b) / settings.min_efficiency - model.a) / model.b + 1e-9
+        if model.b:  # up to the size at which a worker does `MIN_EFFICIENCY` of what it does alone
+            useful = ((model.a + model.b) / MIN_EFFICIENCY - model.a) / model.b + 1e-9
             limit = min(limit, max(1.0, useful))
-        if model.compute_efficiency(max(now, 1)) >= settings.min_efficiency * (1 - settings.efficiency_band):
+        if model.compute_efficiency(max(now, 1)) >= GIVE_BACK_BELOW:
             limit = max(limit, now)
     return min(high, max(low, 1, int(limit), 0 if measured else now))
 

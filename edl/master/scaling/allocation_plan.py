@@ -18,17 +18,9 @@ from edl.master.scaling.workers import ThroughputModel, compute_realloc_factor
 _NO_WORKERS: Final = 0.5
 """A job without workers counts as if it had this many, since log 0 is not finite. With less, jobs whose minimum is 0
 would take their first worker before any other job may grow."""
+_HORIZON_S: Final = 1800.0
+"""No gain is counted further ahead: the mix of jobs will have changed. Also assumed if a job reports no time."""
 _LINEAR: Final = ThroughputModel(1.0, 0.0)
-
-
-@dataclass(frozen=True)
-class ArbitrationSettings:
-    """Settings of arbitration among jobs."""
-
-    horizon_s: float = 1800.0
-    """No gain is counted further ahead: the mix of jobs will have changed. Also assumed if a job reports no time."""
-    patience_s: float | None = 3600.0
-    """Once a job has waited this long, no later job starts before it. Until then its share is lent. None for never."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +54,12 @@ class _JobValue:
     one more term, - log REALLOC_FACTOR.
     """
 
-    def __init__(self, request: JobRequest, settings: ArbitrationSettings) -> None:
+    def __init__(self, request: JobRequest) -> None:
         self._weight = request.weight
         self._a = request.model.a
         self._b = request.model.b
         self._pause_s = request.pause_s
         self._remaining = math.inf if request.remaining is None else max(0.0, request.remaining)
-        self._horizon_s = settings.horizon_s
         self._gains: dict[tuple[int, int], float] = {}  # an arbitration needs each of them many times
         factor = 1.0
         if math.isfinite(request.age_s):
@@ -85,7 +76,7 @@ class _JobValue:
         if self._pause_s == 0:
             return 0.0
         size = workers or _NO_WORKERS
-        left_s = min(self._horizon_s, self._remaining * (self._a + self._b * size) / size)
+        left_s = min(_HORIZON_S, self._remaining * (self._a + self._b * size) / size)
         cost = math.log1p(self._pause_s / left_s) if left_s > 0 else math.inf
         return self._weight * (cost + self._damping)
 
@@ -123,11 +114,8 @@ class _JobValue:
 class AllocationPlan:
     """An allocation being built. A job moved several times in a pass is charged for one pause: it stops only once."""
 
-    def __init__(
-        self, requests: Sequence[JobRequest], settings: ArbitrationSettings, capacities: Sequence[int]
-    ) -> None:
+    def __init__(self, requests: Sequence[JobRequest], capacities: Sequence[int]) -> None:
         self.requests = requests  # in the order that breaks ties
-        self.settings = settings
         self.gpus = [request.gpus for request in requests]
         self.workers = [0] * len(requests)
         self.of_job: list[dict[int, int]] = [{} for _ in requests]  # node -> workers
@@ -138,7 +126,7 @@ class AllocationPlan:
         self.exhausted = False  # whether a step was refused
         self._most_steps = sum(capacities)
         self._moved = [False] * len(requests)
-        self._values = [_JobValue(request, settings) for request in requests]
+        self._values = [_JobValue(request) for request in requests]
         self._buckets: list[list[int]] = [[] for _ in range(max(capacities, default=0) + 1)]
         for node, free in enumerate(capacities):
             self._buckets[free].append(node)  # ascending, so already a heap

@@ -22,8 +22,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from edl.master.scaling.allocation_plan import AllocationPlan, ArbitrationSettings, JobRequest
+from edl.master.scaling.allocation_plan import AllocationPlan, JobRequest
 
+PATIENCE_S: Final = 3600.0
+"""Once a job has waited this long, no later job starts before it. Until then its share is lent."""
 _MAX_NODES_EXAMINED: Final = 30_000
 """Most nodes that an exchange checks in a pass, about 10 us each. If all workers have one size, the first node
 suffices, and a pass checks no more nodes than it moves workers; workers of whole nodes would need a check of all."""
@@ -50,7 +52,6 @@ def arbitrate(
     nodes: Mapping[str, int],
     jobs: Sequence[JobRequest],
     placements: Mapping[str, Mapping[str, int]],
-    settings: ArbitrationSettings | None = None,
 ) -> Allocation:
     """Decide how many workers each job has on each node.
 
@@ -60,7 +61,7 @@ def arbitrate(
     requests = sorted(jobs, key=lambda job: (-job.priority, job.submitted_s, job.name))
     names = sorted(nodes)
     numbers = {name: number for number, name in enumerate(names)}
-    plan = AllocationPlan(requests, settings or ArbitrationSettings(), [nodes[name] for name in names])
+    plan = AllocationPlan(requests, [nodes[name] for name in names])
     for job, request in enumerate(requests):
         for node, count in sorted(placements.get(request.name, {}).items()):
             if node not in numbers:
@@ -68,14 +69,10 @@ def arbitrate(
             elif count > 0:
                 plan.add_workers(job, numbers[node], count)
     former = _release_impossible_workers(plan)
-    patience_s = plan.settings.patience_s
     impatient = [
         job
         for job, request in enumerate(requests)
-        if plan.is_waiting(job)
-        and patience_s is not None
-        and request.waited_s >= patience_s
-        and _could_ever_fit(plan, job)
+        if plan.is_waiting(job) and request.waited_s >= PATIENCE_S and _could_ever_fit(plan, job)
     ]
     settled = False  # every pass but two places a worker, and there are at most as many as GPUs
     while not settled:

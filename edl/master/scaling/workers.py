@@ -8,8 +8,8 @@ throughput grows in proportion to n, with a = 0 it does not grow at all; in betw
 
 **The decision.** With remaining work W, n' workers need R = W / T(n') seconds, and the present n need R T(n') / T(n).
 The move saves the difference, and costs a pause of C seconds, so n' is better if and only if (T(n') / T(n) - 1) R > C.
-As W shrinks, no n' is better: no job grows near its end. Workers are given back if their efficiency is below
-`min_efficiency` of a single worker's.
+As W shrinks, no n' is better: no job grows near its end. Workers are given back if their efficiency is clearly
+below `MIN_EFFICIENCY` of a single worker's.
 
 From Pollux (Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021) come
 exactly two things. The first is the damping factor of its section 4.2 for the speedup of a changed allocation::
@@ -33,6 +33,15 @@ from typing import Any, Final
 _FORGOTTEN: Final = 1e-3
 """A size whose weight fell below this is forgotten: ten half-lives after a single sample. Kept longer, a rate from
 another epoch, data set or machine would still bend the line if only two sizes are known."""
+_HALF_LIFE_S: Final = 3600.0  # after which a sample's weight has halved
+MIN_SAMPLES: Final = 3  # rates to measure at the present size before the next move
+_HORIZON_S: Final = 3600.0
+"""Assumed if a job reports no remaining time, and most of any: by then the mix of jobs will have changed."""
+MIN_EFFICIENCY: Final = 0.35
+"""T(n) / (n T(1)) below which a worker is not worth its place: the lower end of the band in which AdaptDL's scheduler
+keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`)."""
+GIVE_BACK_BELOW: Final = 0.75 * MIN_EFFICIENCY  # noise moves no worker
+EXPLORE_FACTOR: Final = 2  # next size to try, relative to the largest tried one
 _WINDOW_S: Final = 600.0  # over which the rate of done work is taken: enough for shards that take minutes
 
 
@@ -64,9 +73,8 @@ class SizeRecord:
 
 @dataclass(frozen=True)
 class ThroughputHistory:
-    """A job's rates by its number of workers. A sample's weight halves every `half_life_s`."""
+    """A job's rates by its number of workers."""
 
-    half_life_s: float = 3600.0
     sizes: Mapping[int, SizeRecord] = field(default_factory=lambda: MappingProxyType({}))
 
     def record_rate(self, workers: int, rate: float, now_s: float) -> ThroughputHistory:
@@ -90,11 +98,11 @@ class ThroughputHistory:
         # In this form the mean of two numbers lies between them despite rounding; a quotient of sums may not.
         merged = mean if before is None else before.mean + (mean - before.mean) / (old + 1.0)
         sizes[workers] = SizeRecord(merged, old + 1.0, (before.samples if before else 0) + 1, latest_s)
-        return ThroughputHistory(self.half_life_s, MappingProxyType(sizes))
+        return ThroughputHistory(MappingProxyType(sizes))
 
     def weigh(self, record: SizeRecord, now_s: float) -> float:
         """Return the current weight of a size's samples."""
-        return float(record.weight * 0.5 ** (max(0.0, now_s - record.at_s) / self.half_life_s))
+        return float(record.weight * 0.5 ** (max(0.0, now_s - record.at_s) / _HALF_LIFE_S))
 
     def list_known_sizes(self, now_s: float) -> list[int]:
         """Return the numbers of workers that are not forgotten, ascending."""
@@ -179,20 +187,6 @@ def read_number(value: object) -> float:
 
 
 @dataclass(frozen=True)
-class WorkerScalingSettings:
-    """Settings of the decision about workers."""
-
-    min_samples: int = 3  # rates to measure at the present size before the next move
-    horizon_s: float = 3600.0
-    """Assumed if a job reports no remaining time, and most of any: by then the mix of jobs will have changed."""
-    min_efficiency: float = 0.35
-    """T(n) / (n T(1)) below which a worker is not worth its place: the lower end of the band in which AdaptDL's
-    scheduler keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`)."""
-    efficiency_band: float = 0.25  # given back only below `min_efficiency` minus this share: noise moves none
-    explore_factor: float = 2.0  # next size to try, relative to the largest tried one; at least one worker more
-
-
-@dataclass(frozen=True)
 class WorkerObservation:
     """A job's state for the decision about its workers. Durations in seconds."""
 
@@ -223,9 +217,8 @@ def compute_realloc_factor(age_s: float, moves: int, pause_s: float) -> float:
     return max(0.0, age_s - moves * pause_s) / (age_s + pause_s)
 
 
-def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettings | None = None) -> WorkerDecision:
+def decide_workers(observation: WorkerObservation) -> WorkerDecision:
     """Return how many workers a job should have."""
-    settings = settings or WorkerScalingSettings()
     now, low, high = observation.workers, observation.min_workers, observation.max_workers
     model = fit_throughput(observation.history, observation.now_s)
     if not low <= now <= high:
@@ -233,21 +226,17 @@ def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettin
         return WorkerDecision(count, f"{now} -> {count}: the job takes {low} to {high} workers", model)
     record = observation.history.sizes.get(now)
     known = observation.history.list_known_sizes(observation.now_s)
-    if model is None or record is None or now not in known or record.samples < settings.min_samples:
+    if model is None or record is None or now not in known or record.samples < MIN_SAMPLES:
         samples = record.samples if record is not None and now in known else 0
-        return WorkerDecision(now, f"{now}: measured {samples} of {settings.min_samples} times at this size", model)
-    efficient = _find_efficient_size(model, settings.min_efficiency) if len(known) > 1 else math.inf
-    threshold = settings.min_efficiency * (1 - settings.efficiency_band)
-    if len(known) > 1 and now > low and model.compute_efficiency(now) < threshold:
+        return WorkerDecision(now, f"{now}: measured {samples} of {MIN_SAMPLES} times at this size", model)
+    efficient = _find_efficient_size(model) if len(known) > 1 else math.inf
+    if len(known) > 1 and now > low and model.compute_efficiency(now) < GIVE_BACK_BELOW:
         least = max(low, min(known) - 1)  # below tried sizes, the line says little
-        return _give_back(observation, settings, model, max(least, min(now - 1, int(efficient))))
-    reach = max(max(known) + 1, int(max(known) * settings.explore_factor))
-    return _grow(observation, settings, model, int(min(high, efficient, reach)))
+        return _give_back(observation, model, max(least, min(now - 1, int(efficient))))
+    return _grow(observation, model, int(min(high, efficient, EXPLORE_FACTOR * max(known))))
 
 
-def _grow(
-    observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, reach: int
-) -> WorkerDecision:
+def _grow(observation: WorkerObservation, model: ThroughputModel, reach: int) -> WorkerDecision:
     """Return `reach`, the largest useful size and so the best, if moving there is worth the pause."""
     now, pause_s = observation.workers, observation.pause_s
     if reach <= now:
@@ -255,7 +244,7 @@ def _grow(
         return WorkerDecision(now, f"{now}: {limit}", model)
     factor = compute_realloc_factor(observation.age_s, observation.moves, pause_s)
     ratio = factor * model.predict_rate(reach) / model.predict_rate(now)
-    left_s = _remaining_s(observation, settings, model, reach)
+    left_s = _remaining_s(observation, model, reach)
     saved_s = (ratio - 1) * left_s
     left = f"{left_s:.0f} s left"
     if observation.remaining is None:
@@ -266,29 +255,25 @@ def _grow(
     return WorkerDecision(now, f"{now}: {text}, less than a pause of {pause_s:.3g} s", model)
 
 
-def _give_back(
-    observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, count: int
-) -> WorkerDecision:
+def _give_back(observation: WorkerObservation, model: ThroughputModel, count: int) -> WorkerDecision:
     """Return `count`, at which workers are efficient enough again, unless the job is about to end."""
     now = observation.workers
     efficiency = f"a worker of {now} does {model.compute_efficiency(now):.0%} of what it would do alone"
-    if _remaining_s(observation, settings, model, now) <= observation.pause_s:
+    if _remaining_s(observation, model, now) <= observation.pause_s:
         return WorkerDecision(now, f"{now}: {efficiency}, but the job is about to end", model)
-    return WorkerDecision(count, f"{now} -> {count}: {efficiency}, less than {settings.min_efficiency:.0%}", model)
+    return WorkerDecision(count, f"{now} -> {count}: {efficiency}, less than {MIN_EFFICIENCY:.0%}", model)
 
 
-def _remaining_s(
-    observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, workers: int
-) -> float:
+def _remaining_s(observation: WorkerObservation, model: ThroughputModel, workers: int) -> float:
     """Return R, the seconds left with this many workers, at most the horizon."""
     if observation.remaining is None:
-        return settings.horizon_s
-    return min(settings.horizon_s, max(0.0, observation.remaining) / model.predict_rate(workers))
+        return _HORIZON_S
+    return min(_HORIZON_S, max(0.0, observation.remaining) / model.predict_rate(workers))
 
 
-def _find_efficient_size(model: ThroughputModel, least: float) -> float:
-    """Return the largest n with T(n) / (n T(1)) of at least `least`: where a + b n reaches (a + b) / least."""
+def _find_efficient_size(model: ThroughputModel) -> float:
+    """Return the largest n that is efficient enough: where a + b n reaches (a + b) / MIN_EFFICIENCY."""
     if model.b == 0:
         return math.inf
     rounding = 1e-9  # in case it is a whole number
-    return max(1.0, ((model.a + model.b) / least - model.a) / model.b + rounding)
+    return max(1.0, ((model.a + model.b) / MIN_EFFICIENCY - model.a) / model.b + rounding)

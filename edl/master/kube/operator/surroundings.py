@@ -29,8 +29,8 @@ from edl.master.kube.operator.settings import StoreAllowlist
 from edl.master.kube.operator.stores import StoreDirectory
 from edl.master.kube.pools.updating import hash_place, list_places
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
-from edl.master.scaling.allocation_plan import ArbitrationSettings, JobRequest
-from edl.master.scaling.arbitration import arbitrate
+from edl.master.scaling.allocation_plan import JobRequest
+from edl.master.scaling.arbitration import PATIENCE_S, arbitrate
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,6 @@ class ServiceHolders:
                 self._on_key(other.key)
 
 
-_PATIENCE_S: Final = ArbitrationSettings().patience_s or math.inf
 _MOST_ROUNDS: Final = 8  # successive arbitrations, each continuing where the previous one ran out of steps
 
 
@@ -459,7 +458,7 @@ class LiveSurroundings:
         """Whether a job has begun to hold others back since the shares were computed."""
         with self._lock:
             since = [job.waiting_since_s for job in self._sharing.values() if job.waiting_since_s is not None]
-        return any(self._computed_s < since_s + _PATIENCE_S <= self._clock() for since_s in since)
+        return any(self._computed_s < since_s + PATIENCE_S <= self._clock() for since_s in since)
 
     def _recompute(self, but: str = "") -> Mapping[str, JobShare]:
         with self._computing:  # else a thread that started earlier would overwrite newer shares

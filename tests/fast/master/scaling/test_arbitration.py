@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from edl.master.scaling.arbitration import Allocation, ArbitrationSettings, JobRequest, arbitrate
+from edl.master.scaling.arbitration import PATIENCE_S, Allocation, JobRequest, arbitrate
 from edl.master.scaling.workers import ThroughputModel
 
 
@@ -66,23 +66,21 @@ def test_who_moved_often_stays() -> None:
 def test_large_jobs_do_not_starve() -> None:
     """Small jobs come and go for ever; a large one that has waited long enough gets the GPUs they leave."""
 
-    def started(patience_s: float | None) -> bool:
+    def started(wait_s: float) -> bool:
         placements = {f"s{number}": {"n": 2} for number in range(4)}
         small = [JobRequest(f"s{number}", 2, 2, submitted_s=float(number)) for number in range(40)]
         for turn in range(30):
-            big = JobRequest("big", 8, 8, submitted_s=0.5, waited_s=60.0 * turn)
+            big = JobRequest("big", 8, 8, submitted_s=0.5, waited_s=wait_s * turn)
             placements.pop(f"s{turn}", None)
-            found = arbitrate(
-                {"n": 8}, [big, *small[turn + 1 : turn + 6]], placements, ArbitrationSettings(patience_s=patience_s)
-            )
+            found = arbitrate({"n": 8}, [big, *small[turn + 1 : turn + 6]], placements)
             placements = {job: dict(places) for job, places in found.placements.items()}
             if "big" in placements:
                 return True
-            assert set(found.held_back.values()) <= ({"big"} if 60.0 * turn >= (patience_s or 1e9) else set())
+            assert set(found.held_back.values()) <= ({"big"} if big.waited_s >= PATIENCE_S else set())
         return False
 
-    assert started(600.0)
-    assert not started(None)
+    assert started(PATIENCE_S / 10)
+    assert not started(0.0)
 
 
 def test_impossible_jobs_hold_nobody_up() -> None:
@@ -114,7 +112,7 @@ class Cluster:
 
 
 @st.composite
-def requests(draw: st.DrawFn, name: str, sizes: Sequence[int]) -> JobRequest:
+def requests(draw: st.DrawFn, name: str, sizes: Sequence[int], waits: Sequence[float]) -> JobRequest:
     least = draw(st.integers(0, 5))
     return JobRequest(
         name,
@@ -129,14 +127,16 @@ def requests(draw: st.DrawFn, name: str, sizes: Sequence[int]) -> JobRequest:
         pause_s=draw(st.sampled_from([0.0, 10.0, 120.0])),
         age_s=draw(st.sampled_from([0.0, 100.0, 1e5])),
         moves=draw(st.integers(0, 5)),
-        waited_s=draw(st.sampled_from([0.0, 7200.0])),
+        waited_s=draw(st.sampled_from(waits)),
     )
 
 
 @st.composite
-def clusters(draw: st.DrawFn, sizes: Sequence[int] = (1, 2, 4, 8), most_jobs: int = 7) -> Cluster:
+def clusters(
+    draw: st.DrawFn, sizes: Sequence[int] = (1, 2, 4, 8), waits: Sequence[float] = (0.0, 2 * PATIENCE_S)
+) -> Cluster:
     nodes = {f"n{number}": draw(st.integers(0, 8)) for number in range(draw(st.integers(1, 6)))}
-    jobs = [draw(requests(f"j{number}", sizes)) for number in range(draw(st.integers(1, most_jobs)))]
+    jobs = [draw(requests(f"j{number}", sizes, waits)) for number in range(draw(st.integers(1, 7)))]
     names = [*nodes, "gone"]
     placements = {
         job.name: draw(st.dictionaries(st.sampled_from(names), st.integers(1, 4), max_size=3))
@@ -168,7 +168,6 @@ def check(cluster: Cluster, allocation: Allocation) -> None:
 
 
 MANY = settings(max_examples=20)
-IMPATIENT = ArbitrationSettings(patience_s=None)
 
 
 LOST_GPUS = Cluster(
@@ -217,10 +216,10 @@ ENDLESS_PAUSE = Cluster(
 
 @MANY
 @example(ENDLESS_PAUSE)
-@given(clusters(sizes=(1,)))
+@given(clusters(sizes=(1,), waits=(0.0,)))
 def test_pending_minima_come_first(cluster: Cluster) -> None:
     """With workers of one GPU it is exact: no surplus is held while a pending minimum fits by reclaiming it."""
-    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements, IMPATIENT)
+    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
     if not found.settled:
         return
     free = sum(cluster.nodes.values()) - sum(used_gpus(cluster, found).values())
@@ -243,12 +242,12 @@ def test_who_runs_goes_on(cluster: Cluster) -> None:
 
 
 @MANY
-@given(clusters(sizes=(1,)), st.integers(1, 6))
+@given(clusters(sizes=(1,), waits=(0.0,)), st.integers(1, 6))
 def test_minima_start_in_order(cluster: Cluster, running: int) -> None:
     """A job waits only for what runs already, and for those that come before it: by priority, then age."""
     old = cluster.jobs[:running]
-    before = arbitrate(cluster.nodes, old, cluster.placements, IMPATIENT)
-    after = arbitrate(cluster.nodes, cluster.jobs, before.placements, IMPATIENT)
+    before = arbitrate(cluster.nodes, old, cluster.placements)
+    after = arbitrate(cluster.nodes, cluster.jobs, before.placements)
     assume(before.settled and after.settled)
     runs = {job.name for job in old if before.count_workers(job.name) >= job.min_workers}
 

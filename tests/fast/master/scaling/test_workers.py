@@ -13,7 +13,6 @@ from edl.master.scaling.workers import (
     ThroughputHistory,
     ThroughputModel,
     WorkerObservation,
-    WorkerScalingSettings,
     compute_realloc_factor,
     decide_workers,
     fit_throughput,
@@ -75,8 +74,6 @@ def test_one_size_is_explored_by_a_step() -> None:
     decision = decide_workers(job(measured(ThroughputModel(1.0, 0.1), 4), 4))
     assert decision.count == 8
     assert decide_workers(job(measured(ThroughputModel(1.0, 0.1), 1), 1)).count == 2
-    single = WorkerScalingSettings(explore_factor=1.0)
-    assert decide_workers(job(measured(ThroughputModel(1.0, 0.1), 4), 4), single).count == 5
     assert decision.model.a == pytest.approx(1.4)
     assert decision.model.b == 0
     assert "4 -> 8" in decision.reason

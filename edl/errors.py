@@ -6,30 +6,6 @@ libraries (grpc, sqlite3, requests) are translated where EDL calls the library, 
 
 from __future__ import annotations
 
-__all__ = [
-    "AccessDeniedError",
-    "BadOutputError",
-    "ClosedError",
-    "ConflictError",
-    "DiscoveryError",
-    "EDLError",
-    "InvalidObjectError",
-    "JournalError",
-    "KubernetesError",
-    "LeaseLostError",
-    "NoMasterError",
-    "NoTeacherError",
-    "OverloadedError",
-    "PermanentError",
-    "PoisonedShardsError",
-    "ProtocolError",
-    "QuotaExceededError",
-    "RejectedError",
-    "SettingsError",
-    "SourceError",
-    "TemporaryError",
-]
-
 
 class EDLError(Exception):
     """Base class of all EDL errors."""

@@ -16,9 +16,8 @@ from rich.text import Text
 
 from edl.cli.output import printable, show_looks, table
 from edl.command_line import CommandParser
-from edl.discovery import open_registry, open_store
+from edl.discovery import Instance, Registry, Snapshot, open_registry, open_store
 from edl.discovery.records import check_service
-from edl.discovery.registry import Instance, Registry, Snapshot
 from edl.errors import DiscoveryError, SettingsError
 from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_service, read_wanted
 from edl.master.scaling.teachers import TeacherScalingSettings, observe_teachers, required_teachers

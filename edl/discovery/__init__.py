@@ -15,7 +15,8 @@ model; `watching.Follower` says what a watch needs), add its scheme to `urls`, a
 
 from __future__ import annotations
 
-from edl.discovery.registry import Instance, Registry, Snapshot
+from edl.discovery.records import Instance, Snapshot
+from edl.discovery.registry import Registry
 from edl.discovery.store import Store
 from edl.discovery.urls import open_registry, open_store
 

@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from edl.background import BackgroundLoop
 from edl.discovery.balance import balance
-from edl.discovery.records import check_ttl
-from edl.discovery.registry import Instance, Registry, Snapshot, Watch
+from edl.discovery.records import Instance, Snapshot, check_ttl
+from edl.discovery.registry import Registry, Watch
 from edl.discovery.store import MAX_VALUE_BYTES, Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.quoting import shown

@@ -42,20 +42,6 @@ from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostErro
 from edl.notifier import Notifier
 from edl.resource import Resource
 
-__all__ = [
-    "Instance",
-    "InstanceClaim",
-    "KeyRegistry",
-    "Registration",
-    "Registry",
-    "Rejected",
-    "ServiceView",
-    "ServiceWatch",
-    "Snapshot",
-    "Watch",
-    "build_snapshot",
-]
-
 log = logging.getLogger("edl.discovery")
 
 ROOT: Final = "registry/"

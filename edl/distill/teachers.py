@@ -21,9 +21,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from edl.background import BackgroundLoop
-from edl.discovery import Registry, Snapshot, open_registry, open_store
+from edl.discovery import Instance, Registry, Snapshot, open_registry, open_store
 from edl.discovery.records import check_service, is_service
-from edl.discovery.registry import Instance
 from edl.distill.transport.schema import Priority, check_priority, check_version
 from edl.errors import EDLError, SettingsError
 from edl.quoting import did_you_mean

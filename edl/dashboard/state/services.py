@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from edl.dashboard.state.records import read_fields, text
 from edl.dashboard.state.schema import EventRow, JobStatus, ServiceStatus, TeacherStatus, UnreadableRecord, WantedCount
-from edl.discovery.registry import Instance, Registry, Snapshot
+from edl.discovery import Instance, Registry, Snapshot
 from edl.discovery.store import Store
 from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_all_wanted, read_services
 from edl.settings import DiscoverySettings

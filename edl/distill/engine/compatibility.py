@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from edl.discovery.registry import Instance
+from edl.discovery import Instance
 from edl.distill.compress import TopK
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply, TensorMetadata, shapes_match

@@ -20,7 +20,7 @@ from typing import Any
 
 from edl.background import start_call
 from edl.backoff import CHANCE
-from edl.discovery.registry import Instance, Snapshot
+from edl.discovery import Instance, Snapshot
 from edl.distill.dispatch.actions import NO_LIMITS, Action, FailureKind, Limits
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility

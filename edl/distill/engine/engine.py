@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from edl.discovery.registry import Snapshot
+from edl.discovery import Snapshot
 from edl.distill.dispatch.actions import (
     Action,
     Deliver,

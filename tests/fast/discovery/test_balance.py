@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from edl.discovery import Instance
 from edl.discovery.balance import balance
 from edl.discovery.group import (
     GroupKeys,
@@ -23,7 +24,6 @@ from edl.discovery.group import (
     unpack_limit,
     unpack_links,
 )
-from edl.discovery.registry import Instance
 from edl.discovery.store import MAX_VALUE_BYTES, Entry, check_value
 
 Links = Mapping[str, tuple[str, ...]]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from edl.discovery import Instance
-from edl.discovery.records import MAX_META, from_json, to_json, validated
-from edl.discovery.registry import Rejected
+from edl.discovery.records import MAX_META, Rejected, from_json, to_json, validated
 from edl.discovery.store import check_key, check_prefix
 from edl.errors import SettingsError
 

@@ -13,7 +13,8 @@ import pytest
 from edl.discovery import Instance, Snapshot
 from edl.discovery import registry as registering
 from edl.discovery import store as storing
-from edl.discovery.registry import InstanceClaim, Registration, Rejected, ServiceView
+from edl.discovery.records import Rejected
+from edl.discovery.registry import InstanceClaim, Registration, ServiceView
 from edl.discovery.sqlite import SqliteStore
 from edl.discovery.store import Claim, Entry, Lease
 from edl.errors import DiscoveryError

@@ -19,8 +19,7 @@ from edl.cli import main
 from edl.dashboard import server as server_module
 from edl.dashboard.server import HEADERS, DashboardServer, DashboardSettings
 from edl.dashboard.state.schema import DashboardState
-from edl.discovery import Registry, Store
-from edl.discovery.registry import Instance
+from edl.discovery import Instance, Registry, Store
 from edl.errors import SettingsError
 from edl.http_server import server as connections
 from edl.settings import Credentials

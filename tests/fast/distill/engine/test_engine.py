@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from edl.discovery.registry import Instance, Rejected, Snapshot
+from edl.discovery import Instance, Snapshot
+from edl.discovery.records import Rejected
 from edl.distill.compress import top_k
 from edl.distill.dispatch.actions import FailureKind
 from edl.distill.dispatch.dispatcher import Dispatcher

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from edl.discovery.registry import Instance
+from edl.discovery import Instance
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.engine.connection import _complete_spec
 from edl.distill.engine.event_loop import EventLoopThread

@@ -1,7 +1,7 @@
 """A store that one process serves to others, and to other hosts: gRPC over its SQLite file. URLs `edl://HOST:PORT`.
 
-`server` serves it, `series` keeps metrics of the last hours, `host` decides which process of a host serves for a
-training job, `store` is the client, and `addresses` finds this host's addresses and diagnoses failed connections.
+`server` serves it and keeps metrics of the last hours, `host` decides which process of a host serves for a training
+job, `store` is the client, and `addresses` finds this host's addresses and diagnoses failed connections.
 """
 
 from __future__ import annotations

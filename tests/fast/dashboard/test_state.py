@@ -24,7 +24,7 @@ from edl.dashboard.state.cluster import ClusterView
 from edl.dashboard.state.history import History, StoreSampler
 from edl.dashboard.state.services import ServiceReader, find_changes
 from edl.discovery import Instance, Registry, Snapshot, Store
-from edl.discovery.served.series import SeriesRings
+from edl.discovery.served.server import SeriesRings
 from edl.discovery.served.store import DEFAULT_PORT as STORE_PORT
 from edl.discovery.served.store import points_of
 from edl.discovery.sqlite import SqliteStore

@@ -18,10 +18,9 @@ import pytest
 from edl.cli.servers import _alone
 from edl.cli.servers import store as serve_file
 from edl.discovery import Store, open_store
-from edl.discovery.served import series
+from edl.discovery.served import server as serving
 from edl.discovery.served.addresses import ListenAddress
-from edl.discovery.served.series import EVERY_S, KEPT_S, Sample, SeriesRings
-from edl.discovery.served.server import StoreLimits, StoreServer
+from edl.discovery.served.server import EVERY_S, KEPT_S, Sample, SeriesRings, StoreLimits, StoreServer
 from edl.discovery.served.store import ServedStore
 from edl.discovery.store import MAX_VALUE_BYTES, StoreSnapshot, StoreWatch
 from edl.errors import DiscoveryError, SettingsError
@@ -87,17 +86,17 @@ def test_figures_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     rings = SeriesRings(lambda: now)
     for name in ("gone", "job"):
         rings.record({name: {"b": None, "a": 1.0}})
-    for _ in range(series._MOST_POINTS + 7):
+    for _ in range(serving._MOST_POINTS + 7):
         now += EVERY_S
         rings.record({"job": {"b": now, "a": 2.0}})
     (reply,) = rings.replies()
     width = len(reply.fields)
     assert (reply.name, list(reply.fields)) == ("job", ["t", "a", "b"]), "a series stays long after its last point"
-    assert len(reply.values) == series._MOST_POINTS * width
+    assert len(reply.values) == serving._MOST_POINTS * width
     assert [reply.values[0], *reply.values[-width:]] == [now - KEPT_S + EVERY_S, now, 2.0, now]
     rings.record({"job": {"c": 3.0}})
     assert [list(one.values) for one in rings.replies()] == [[now, 3.0]], "points of other fields are mixed"
-    monkeypatch.setattr(series, "_MOST_SERIES", 2)
+    monkeypatch.setattr(serving, "_MOST_SERIES", 2)
     for name in ("x", "job", "y"):
         rings.record({name: {}})
     assert [one.name for one in rings.replies()] == ["job", "y"]

@@ -25,9 +25,8 @@ import pytest
 from edl.cli import main
 from edl.distill.compress import TopK
 from edl.errors import ClosedError, SettingsError
-from edl.proxy.app import TokenGate
 from edl.proxy.completions import RequestRefusal, answer_head, answer_tail, encode_choice, read_request
-from edl.proxy.server import ProxyServer
+from edl.proxy.server import ProxyServer, TokenGate
 from edl.proxy.settings import ProxySettings
 from edl.settings import Credentials
 from edl.testing import LocalTeacher
@@ -237,8 +236,8 @@ def test_bodies_of_clients_that_left_count(open_proxy: OpenProxy, monkeypatch: p
         left.wait(DEADLINE_S)
         raise RequestRefusal(400, "read at last")
 
-    monkeypatch.setattr("edl.proxy.app._READERS", 1)
-    monkeypatch.setattr("edl.proxy.app.read_request", read_slowly)
+    monkeypatch.setattr("edl.proxy.server._READERS", 1)
+    monkeypatch.setattr("edl.proxy.server.read_request", read_slowly)
     proxy = open_proxy(timeout_s=2.0)
     try:
         with socket.create_connection(("127.0.0.1", proxy.port), DEADLINE_S) as connection:
@@ -322,7 +321,7 @@ def test_other_names_are_refused(open_proxy: OpenProxy) -> None:
 
 def test_long_texts(open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices that are encoded in a thread, in several pieces."""
-    for module in ("app", "completions"):
+    for module in ("server", "completions"):
         monkeypatch.setattr(f"edl.proxy.{module}.PIECE_ENTRIES", 64)
     port = open_proxy().port
     for k in (K, 0):

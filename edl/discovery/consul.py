@@ -27,7 +27,7 @@ from edl.discovery.records import RESERVED_META, Instance, Rejected, Snapshot, i
 from edl.discovery.registry import InstanceClaim, Registry, ServiceWatch, Watch, build_snapshot
 from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
 from edl.discovery.watching import Follower, query_wait_s
-from edl.errors import DiscoveryError, LeaseLostError, SettingsError
+from edl.errors import DiscoveryError, LeaseLostError
 
 T = TypeVar("T")
 
@@ -67,10 +67,6 @@ class ConsulStore(Store):
 
     def __init__(self, target: ConsulTarget) -> None:
         super().__init__()
-        if target.dc:
-            raise SettingsError(
-                f"{target}: a store cannot be in another datacenter (?dc={target.dc}): leases exist only in the agent's"
-            )
         self._target = target
         self._client = self._own(ConsulClient(target))
 
@@ -284,7 +280,7 @@ class ConsulRegistry(Registry):
 
     @override
     def _names(self) -> Iterable[str]:
-        answer = self._client.ask("GET", "/v1/catalog/services", dc=self._target.dc)
+        answer = self._client.ask("GET", "/v1/catalog/services")
         with self._client.understood():
             catalog = set(json.loads(answer.body).keys())
         if not catalog:  # Consul's own service is in every catalog, so everything was left out
@@ -349,7 +345,7 @@ def _instances(
     client: ConsulClient, service: str, index: int | None = None, wait_s: float = 0.0
 ) -> tuple[int, Snapshot]:
     """Return the instances of `service`; with an index, as soon as they differ from what they were then."""
-    answer = client.ask("GET", f"/v1/health/service/{service}", wait=(index, wait_s), dc=client.target.dc)
+    answer = client.ask("GET", f"/v1/health/service/{service}", wait=(index, wait_s))
     with client.understood():
         found = json.loads(answer.body) or ()
         live: list[Instance | Rejected] = []

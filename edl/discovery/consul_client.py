@@ -41,7 +41,6 @@ class ConsulTarget:
     host: str
     port: int
     timeout_s: float = 5.0  # of a request, beyond the time that a blocking query asks the agent to wait
-    dc: str = ""  # the datacenter to read services from, empty for the agent's own
     token: str = field(default="", repr=False)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     server_name: str = ""  # the name that the agent's certificate must carry
@@ -59,7 +58,6 @@ class ConsulTarget:
             host=host,
             port=port or (8501 if secure else 8500),
             timeout_s=timeout_s,
-            dc=url.dc,
             token=read("CONSUL_HTTP_TOKEN", str, environ) or "",
             tls=_tls(environ) if secure else None,
             server_name=read("CONSUL_TLS_SERVER_NAME", str, environ) or host,
@@ -124,11 +122,10 @@ class ConsulClient(Resource):
         wait: tuple[int | None, float] = (None, 0.0),
         **options: str,
     ) -> _Answer:
-        """Send a request with a JSON body and query options; empty options are left out.
+        """Send a request with a JSON body and query options.
 
         Status codes in `accepts` are no errors. `wait`: an index, and how many seconds to wait for a newer one.
         """
-        options = {name: value for name, value in options.items() if value}
         block_s = 0.0
         if wait[0] is not None:
             options |= {"index": str(wait[0]), "wait": f"{wait[1]:g}s"}

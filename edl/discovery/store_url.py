@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 KUBERNETES_GONE: Final = (
     "kubernetes:// is no longer supported: run a store in the cluster (with the chart or `edl store`), and name it as"
@@ -18,7 +18,7 @@ _PORTS: Final = {"consul": 8500, "consul+https": 8501, "etcd": 2379, "etcd+https
 _EXAMPLES: Final = {
     "sqlite": "sqlite:///absolute/path/to/file",
     "edl": "edl://host:29400",
-    **dict.fromkeys(CONSUL, "consul://host:8500, with at most ?dc=NAME"),
+    **dict.fromkeys(CONSUL, "consul://host:8500"),
     **dict.fromkeys(ETCD, "etcd://host:2379,host2:2379"),
 }
 _ACCEPTED: Final = f"expected {', '.join(dict.fromkeys(_EXAMPLES.values()))} (with TLS: consul+https, etcd+https)"
@@ -37,13 +37,11 @@ class StoreUrl:
         scheme: A scheme of `_SCHEMES`.
         path: The absolute path of a file; empty for a server.
         servers: Hosts of servers, without brackets, and their ports; None for the default port.
-        dc: Consul's datacenter, if one is named.
     """
 
     scheme: str
     path: str = ""
     servers: tuple[tuple[str, int | None], ...] = ()
-    dc: str = ""
 
     @classmethod
     def parse(cls, url: str) -> StoreUrl:
@@ -65,13 +63,11 @@ class StoreUrl:
             raise ValueError(f"a password does not belong in a URL; {_SECRETS[scheme]}")
         if not parts.netloc:
             raise ValueError(f"a host is missing after {scheme}://; expected {_EXAMPLES[scheme]}")
-        query = dict(parse_qsl(parts.query, keep_blank_values=True))
-        dc = query.pop("dc", "") if scheme in CONSUL else ""
-        if parts.path not in ("", "/") or parts.fragment or query or (parts.query and not dc):
+        if parts.path not in ("", "/") or parts.fragment or parts.query:
             raise ValueError(f"expected only {_EXAMPLES[scheme]}")
         members = parts.netloc.split(",") if scheme in ETCD else [parts.netloc]
         try:
-            return cls(scheme, servers=tuple(_server(member.strip()) for member in members), dc=dc)
+            return cls(scheme, servers=tuple(_server(member.strip()) for member in members))
         except ValueError as exc:
             raise ValueError(f"{exc}; expected {_EXAMPLES[scheme]}") from exc
 
@@ -88,7 +84,7 @@ def identify_store(url: str) -> str:
     except ValueError:
         return url
     place = ",".join(sorted({_joined(found.scheme, *server) for server in found.servers}))
-    return f"{found.scheme}://{place}{found.path}{f'?dc={found.dc}' if found.dc else ''}"
+    return f"{found.scheme}://{place}{found.path}"
 
 
 def find_mistake(url: str) -> str:

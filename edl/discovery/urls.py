@@ -15,7 +15,7 @@ def open_registry(url: str, *, timeout_s: float = 5.0, credentials: Credentials 
     """Open the registry that `url` names.
 
     A registry is kept in the store at the URL, and takes the same arguments as `open_store`. In Consul, services
-    are Consul's own, with a health check, so its UI and its DNS show them; `?dc=NAME` reads from another datacenter.
+    are Consul's own, with a health check, so its UI and its DNS show them.
 
     Args:
         url: Location of the registry.

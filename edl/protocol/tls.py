@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hmac
 import logging
 import os
 import re
@@ -306,6 +307,10 @@ class CredentialFiles:
             until = f", valid until {material.not_after}" if material.not_after else ""
             logger.info("credentials were replaced, and are in use from now on%s", until)
             return material
+
+    def accepts(self, token: bytes) -> bool:
+        """Return whether a token is valid now. Compares all, so that the time does not reveal a token's place."""
+        return any([hmac.compare_digest(token, valid.encode()) for valid in self.current().tokens])
 
     def explain_certificate(self) -> str:
         """Return why this side's own certificate cannot be used now; empty if it is valid."""

@@ -360,9 +360,8 @@ def test_lost_answer_is_no_second_write(stored: StorePlace, disturbed: Any, writ
     assert len(lost) == 3 if write != "begin_term" else lost
 
 
-@pytest.mark.parametrize("seen", [0, 1], ids=["at once", "late"])
-def test_own_late_write_is_found(stored: StorePlace, disturbed: Any, seen: int) -> None:
-    """The store does what the first request asks after it was asked again: that is no other master."""
+def test_own_late_write_is_found(stored: StorePlace, disturbed: Any) -> None:
+    """The store does what the first request asks after it was asked again, and shows it late: no other master did."""
     journal = stored.open(store=disturbed)
     journal.begin_term()
     journal.append([b"1"])
@@ -383,7 +382,7 @@ def test_own_late_write_is_found(stored: StorePlace, disturbed: Any, seen: int) 
 
     def look(key: str) -> Any:
         looks.append(key)
-        return stale if len(looks) <= seen else get(key)
+        return stale if len(looks) == 1 else get(key)
 
     class Delaying:
         compare_and_set = staticmethod(delayed)
@@ -552,27 +551,6 @@ def test_commits_are_written_through(tmp_path: Path) -> None:
         assert journal._file.sqlite.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-@pytest.mark.parametrize("change", ["removed", "replaced", "wal"])
-def test_file_is_taken_away(tmp_path: Path, change: str) -> None:
-    """What is written into a file that is nobody's any more would be lost: it is not answered."""
-    path = tmp_path / "journal.sqlite"
-    with open_journal(f"sqlite:///{path}") as journal:
-        journal.begin_term()
-        journal.append([b"x"])
-        if change == "removed":
-            remove_database(path)
-        elif change == "replaced":
-            remove_database(path)
-            with open_journal(f"sqlite:///{path}") as other:
-                other.begin_term()
-        else:
-            path.with_name(path.name + "-wal").unlink()
-        with pytest.raises(JournalError, match="removed or replaced"):
-            journal.append([b"y"])
-        with pytest.raises(JournalError, match="removed or replaced"):
-            journal.append([b"z"])
-
-
 def test_a_journal_in_kubernetes_is_explained() -> None:
     with pytest.raises(SettingsError, match=r"no longer supported.*edl://edl-store.edl:29400.*store:JOB"):
         open_journal("kubernetes://lab")
@@ -599,25 +577,6 @@ def test_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
         journal.append([b"x"])
     with open_journal(url) as journal:
         assert journal.load() == (None, [b"x"]), "what was answered is lost"
-
-
-def test_lock_of_another_has_a_deadline(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    with open_journal(f"sqlite:///{path}", timeout_s=0.1) as journal:
-        journal.begin_term()
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            with pytest.raises(JournalError, match=r"cannot append: .*locked") as caught:
-                journal.append([b"x"])
-            assert caught.value.busy
-            with (
-                open_journal(f"sqlite:///{path}", timeout_s=0.1) as second,
-                pytest.raises(JournalError, match="locked") as caught,
-            ):
-                second.begin_term()
-            assert caught.value.busy
-    with open_journal(f"sqlite:///{path}") as journal:
-        assert journal.load() == (None, [])
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from edl.cli import main
+from edl.discovery import Store
 from edl.errors import PoisonedShardsError
+from edl.load_reporting import read_wanted
 from edl.master import MasterClient, ShardReader
-from tests.waiting import DEADLINE_S
+from tests.fast.master.scaling.test_advisor import publish
+from tests.waiting import DEADLINE_S, wait_until
 
 Start = Callable[..., "subprocess.Popen[str]"]
 DATA = ("--data", "range:100", "--shard-size", "50", "--max-failures", "1")
@@ -75,8 +78,10 @@ def test_poisoned_shards_show_and_come_back(start: Start, client: MasterClient, 
     assert finish(start(*DATA))[0] == 0, "what is done is done"
 
 
-def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> None:
-    process = start(*DATA, "--stay")
+def test_poisoned_shards_come_back_live(start: Start, client: MasterClient, store: Store) -> None:
+    """Of a master that stays, and also says how many teachers are wanted."""
+    process = start(*DATA, "--stay", "--min-teachers", "2")
+    publish(store, demand=10.0)
     reader = ShardReader(client, "data", explicit=True)
     reader.report_failed(next(reader), "bad")
     for other, words in ((("--data", "range:7"), "--data is"), ((*DATA, "--session", "40"), "--session is 30.0")):
@@ -91,6 +96,8 @@ def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> N
         found += len(shard)
     assert found == 100
     reader.close()
+    wanted = wait_until(lambda: read_wanted(store, "teachers", "s")) or {}
+    assert (wanted["count"], wanted["now"]) == (2, 1), "the least that the command says"
     assert process.poll() is None, "it stays"
 
 

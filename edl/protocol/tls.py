@@ -310,7 +310,8 @@ class CredentialFiles:
 
     def accepts(self, token: bytes) -> bool:
         """Return whether a token is valid now. Compares all, so that the time does not reveal a token's place."""
-        return any([hmac.compare_digest(token, valid.encode()) for valid in self.current().tokens])
+        matches = [hmac.compare_digest(token, valid.encode()) for valid in self.current().tokens]
+        return any(matches)
 
     def explain_certificate(self) -> str:
         """Return why this side's own certificate cannot be used now; empty if it is valid."""

@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 _FORGOTTEN: Final = 1e-3
 """A size whose weight fell below this is forgotten: ten half-lives after a single sample. Kept longer, a rate from
@@ -135,28 +137,51 @@ def fit_throughput(history: ThroughputHistory, now_s: float) -> ThroughputModel 
     return ThroughputModel(a, b)
 
 
+class UnitRates:
+    """Growth of totals per second, by key, over the last `window_s` seconds."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._looks: dict[Hashable, deque[tuple[float, float]]] = {}
+
+    def look(self, totals: Mapping[K, float], now_s: float) -> dict[K, float]:
+        """Note totals; return by how much each grows per second. Totals that are not passed again are forgotten."""
+        self._looks = {key: self._looks.get(key, deque()) for key in totals}
+        rates: dict[K, float] = {}
+        for key, total in totals.items():
+            looks = self._looks[key]
+            if looks and total < looks[-1][1]:
+                looks.clear()  # it was reset
+            looks.append((now_s, total))
+            while len(looks) > 2 and looks[1][0] <= now_s - self._window_s:
+                looks.popleft()
+            (begun_s, before), (at_s, after) = looks[0], looks[-1]
+            rates[key] = (after - before) / (at_s - begun_s) if at_s > begun_s else 0.0
+        return rates
+
+
 class WorkLeft:
     """Tracks how much of a job's data is done, and estimates when all will be, at the rate of the present size."""
 
     def __init__(self) -> None:
-        self._looks: dict[str, deque[tuple[float, float]]] = {}
+        self._growth = UnitRates(_WINDOW_S)
         self._rates: dict[str, float] = {}
 
     def resize(self) -> None:
         """Restart rates after a change of the job's size; the last one counts until there is a new one."""
-        self._looks.clear()
+        self._growth = UnitRates(_WINDOW_S)
 
     def look(self, datasets: Sequence[Mapping[str, Any]], now_s: float) -> float | None:
         """Record the progress; return the seconds until all data is done; None if a set is endless or has no rate."""
-        times = [self._look(dataset, now_s) for dataset in datasets]
+        unfinished = {str(dataset.get("name")): dataset for dataset in datasets if dataset.get("finished") is not True}
+        done = {name: read_number(dataset.get("units_done")) for name, dataset in unfinished.items()}
+        rates = self._growth.look(done, now_s)
+        times = [self._estimate(name, dataset, done[name], rates[name]) for name, dataset in unfinished.items()]
         known = [time_s for time_s in times if time_s is not None]
-        return max(known) if known and len(known) == len(times) else None
+        return max(known, default=0.0) if datasets and len(known) == len(times) else None
 
-    def _look(self, dataset: Mapping[str, Any], now_s: float) -> float | None:
-        if dataset.get("finished") is True:
-            return 0.0
-        name, done = str(dataset.get("name")), read_number(dataset.get("units_done"))
-        rate = self._note(name, done, now_s) or read_number(dataset.get("units_per_s")) or self._rates.get(name)
+    def _estimate(self, name: str, dataset: Mapping[str, Any], done: float, rate: float) -> float | None:
+        rate = rate or read_number(dataset.get("units_per_s")) or self._rates.get(name, 0.0)
         units, epochs = dataset.get("units"), read_number(dataset.get("epochs"))
         if units is None or not epochs:
             return None  # it grows, or is read without end
@@ -167,16 +192,6 @@ class WorkLeft:
             return None
         self._rates[name] = rate
         return left / rate
-
-    def _note(self, name: str, done: float, now_s: float) -> float:
-        looks = self._looks.setdefault(name, deque())
-        if looks and done < looks[-1][1]:
-            looks.clear()  # it was reset
-        looks.append((now_s, done))
-        while len(looks) > 2 and looks[1][0] <= now_s - _WINDOW_S:
-            looks.popleft()
-        (begun_s, before), (at_s, after) = looks[0], looks[-1]
-        return (after - before) / (at_s - begun_s) if at_s > begun_s else 0.0
 
 
 def read_number(value: object) -> float:

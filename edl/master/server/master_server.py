@@ -43,11 +43,11 @@ from edl.errors import (
 )
 from edl.master.journal import Journal, open_journal, set_aside
 from edl.master.naming import MESSAGE_NBYTES, candidacy, read_report, report_key
+from edl.master.scaling.workers import UnitRates
 from edl.master.server.term import (
     TICK_S,
     MasterServicer,
     Term,
-    UnitRates,
     describe_datasets,
     encode_report,
 )
@@ -78,6 +78,7 @@ _OPTIONS: Final = (
 )
 _BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Buckets of commit times in seconds: a disk takes 1 ms, a Store of several hosts up to its deadline of 5 s."""
+_WINDOW_S: Final = 15.0  # rates are averages over this time: a shard may take seconds
 _FLUSH_S: Final = 2.0  # for a report to reach the Store
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "*", "")
 
@@ -161,7 +162,7 @@ class MasterServer(Resource):
         self._servicer = MasterServicer(job, self._status)
         self._journal_name = _IN_STORE if settings.journal.startswith("store:") else settings.journal
         self._anew = settings.begin_anew  # until this master leads
-        self._rates = UnitRates()
+        self._rates = UnitRates(_WINDOW_S)
         self._shown: dict[str, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()

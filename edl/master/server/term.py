@@ -26,6 +26,7 @@ from edl.background import BackgroundLoop, start_call
 from edl.errors import ClosedError, EDLError, LeaseLostError, SettingsError
 from edl.master.journal import Journal
 from edl.master.naming import FORMAT, REFUSALS, SERVICE, NotFoundError
+from edl.master.scaling.workers import UnitRates
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
 from edl.protocol.transport import grpc
@@ -41,7 +42,6 @@ _SNAPSHOT_NBYTES: Final = 32 << 20  # of commands until a snapshot replaces them
 _COMMAND_NBYTES: Final = 320
 """Bytes added for each command: 100,000 small ones take as long to replay as 32 MB of large ones."""
 _EVENTS: Final = 50
-_WINDOW_S: Final = 15.0  # rates are averages over this time: a shard may take seconds
 _NBYTES: Final = 200_000  # largest report: a value in the Store may take 256 KiB
 _HOLDERS: Final = 200  # listed per data set, the busiest first
 
@@ -393,27 +393,6 @@ def _refusing(context: Any) -> Iterator[None]:
 
 
 # --- What is reported. ---
-
-
-class UnitRates:
-    """Growth of totals per second, keyed by data set and session; "" is the data set itself."""
-
-    def __init__(self) -> None:
-        self._looks: dict[tuple[str, str], deque[tuple[float, float]]] = {}
-
-    def look(self, totals: Mapping[tuple[str, str], float], now_s: float) -> dict[tuple[str, str], float]:
-        """Note totals; return by how much each grows per second. Totals that are not passed again are forgotten."""
-        self._looks = {key: self._looks.get(key, deque()) for key in totals}
-        rates: dict[tuple[str, str], float] = {}
-        for key, looks in self._looks.items():
-            if looks and totals[key] < looks[-1][1]:
-                looks.clear()  # it was reset
-            looks.append((now_s, totals[key]))
-            while len(looks) > 2 and looks[1][0] <= now_s - _WINDOW_S:
-                looks.popleft()
-            (begun_s, before), (at_s, after) = looks[0], looks[-1]
-            rates[key] = (after - before) / (at_s - begun_s) if at_s > begun_s else 0.0
-        return rates
 
 
 def describe_datasets(

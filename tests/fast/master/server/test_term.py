@@ -18,8 +18,9 @@ from edl.datasets import ShardSettings, open_dataset
 from edl.discovery.served.addresses import outward_address
 from edl.errors import ClosedError, ConflictError, JournalError, LeaseLostError, SettingsError
 from edl.master.journal import Journal
+from edl.master.scaling.workers import UnitRates
 from edl.master.server.master_server import check_continued, check_data, shown_endpoint
-from edl.master.server.term import PAUSE_S, TICK_S, LeaseClock, Term, UnitRates, encode_report
+from edl.master.server.term import PAUSE_S, TICK_S, LeaseClock, Term, encode_report
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
 from tests.waiting import DEADLINE_S, wait_until
@@ -325,7 +326,7 @@ def status(done: int, holders: int = 0, poisoned: int = 0) -> dict[str, Any]:
 
 
 def test_rates_are_of_the_last_seconds() -> None:
-    rates = UnitRates()
+    rates = UnitRates(15.0)
     assert rates.look({("d", ""): 0.0, ("d", "s"): 0.0}, 0.0) == {("d", ""): 0.0, ("d", "s"): 0.0}
     for second in range(1, 101):
         (rate,) = rates.look({("d", ""): 10.0 * second if second < 50 else 490.0}, float(second)).values()

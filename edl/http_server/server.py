@@ -14,7 +14,7 @@ import os
 import resource
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
@@ -45,50 +45,45 @@ _REMEDIES: Final = {
 }
 
 
-class _RequestRecord:
-    """Remembers which open connections have sent a request."""
-
-    def __init__(self) -> None:
-        self._protocols: set[asyncio.BaseProtocol] = set()
-
-    async def add(self, request: web.BaseRequest, _: web.StreamResponse | None = None) -> None:
-        """Add a request's connection, at the latest before its response is sent."""
-        self._protocols.add(request.protocol)
-
-    def keep(self, present: Iterable[asyncio.BaseProtocol]) -> None:
-        """Forget all connections that are no longer open."""
-        self._protocols.intersection_update(present)
-
-    def __contains__(self, protocol: object) -> bool:
-        return protocol in self._protocols
-
-
-class _ConnectionLimit:
+class _Connections:
     """Makes connections' protocols, at most `most` or half of the open-file limit; closes silent connections."""
 
-    def __init__(self, server: web.Server, requests: _RequestRecord, most: int) -> None:
-        self._server = server
+    server: web.Server
+
+    def __init__(self, most: int) -> None:
         self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._since: dict[asyncio.BaseProtocol, float] = {}  # aiohttp's protocols do not support weak references
-        self._requests = requests
+        self._heard: set[asyncio.BaseProtocol] = set()  # those that have sent a request
+
+    async def note_request(self, request: web.BaseRequest, _: web.StreamResponse | None = None) -> None:
+        """Note that a request's connection is not silent, at the latest before its response is sent."""
+        self._heard.add(request.protocol)
+
+    @web.middleware
+    async def note_early(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Note a request before it is handled."""
+        await self.note_request(request)
+        return await handler(request)
 
     def make_protocol(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, which is closed at once if there are too many."""
-        if len(self._server.connections) >= self._most:
+        if len(self.server.connections) >= self._most:
             return _RefusedConnection()
-        made = self._server()
+        made = self.server()
         self._since[made] = time.monotonic()
         return made
 
     def close_silent(self) -> None:
         """Close connections that have not sent a request in time."""
         now = time.monotonic()
-        present = self._server.connections
-        self._requests.keep(present)
+        present = self.server.connections
+        self._heard.intersection_update(present)
         self._since = {protocol: self._since.get(protocol, now) for protocol in present}
         for protocol in present:
             transport = protocol.transport
-            if protocol not in self._requests and now - self._since[protocol] > _SILENCE_S and transport is not None:
+            if protocol not in self._heard and now - self._since[protocol] > _SILENCE_S and transport is not None:
                 transport.abort()
 
 
@@ -167,10 +162,10 @@ class AppServer(abc.ABC):
         request's head on, and its handler is cancelled if the client disconnects; otherwise it counts from the response
         on.
         """
-        requests = _RequestRecord()
+        connections = _Connections(self._most_connections)
         if answers_late:
-            app.middlewares.insert(0, _recorded(requests))
-        app.on_response_prepare.append(requests.add)
+            app.middlewares.insert(0, connections.note_early)
+        app.on_response_prepare.append(connections.note_request)
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -183,7 +178,7 @@ class AppServer(abc.ABC):
         )
         await runner.setup()
         assert runner.server is not None
-        connections = _ConnectionLimit(runner.server, requests, self._most_connections)
+        connections.server = runner.server
         listener: asyncio.Server | None = None
         try:
             listener = await self._listen(connections)
@@ -212,7 +207,7 @@ class AppServer(abc.ABC):
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
-    async def _listen(self, connections: _ConnectionLimit) -> asyncio.Server:
+    async def _listen(self, connections: _Connections) -> asyncio.Server:
         context = self._context()
         try:
             listener = await self._loop.create_server(
@@ -227,7 +222,7 @@ class AppServer(abc.ABC):
         self._started.set_result(int(listener.sockets[0].getsockname()[1]))
         return listener
 
-    async def _wait_until_stopped(self, connections: _ConnectionLimit) -> None:
+    async def _wait_until_stopped(self, connections: _Connections) -> None:
         """Wait for `close`; meanwhile close silent connections and reload replaced certificates."""
         version = self._credentials.current().version if self._credentials is not None else 0
         while not self._stopping.is_set():
@@ -253,17 +248,6 @@ def _http_logger() -> logging.Logger:
     found = logging.getLogger(f"{__name__}.http")
     found.addFilter(_is_our_error)
     return found
-
-
-def _recorded(requests: _RequestRecord) -> Callable[..., Awaitable[web.StreamResponse]]:
-    @web.middleware
-    async def record(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        await requests.add(request)
-        return await handler(request)
-
-    return record
 
 
 def _is_our_error(record: logging.LogRecord) -> bool:

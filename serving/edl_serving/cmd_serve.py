@@ -6,12 +6,12 @@ import logging
 import sys
 import time
 import traceback
+import types
 from collections.abc import Sequence
-from pathlib import Path
 
 from edl.errors import EDLError
 from edl_serving.backends import open_backends
-from edl_serving.backends.backend import Backend, DescribedBackend, complete_outputs
+from edl_serving.backends.backend import Backend, complete_outputs
 from edl_serving.backends.source import ModelSource, is_library, top_name
 from edl_serving.options import ServingParser
 from edl_serving.serve_config import GROUPS, ServeConfig, prepare_process
@@ -97,39 +97,38 @@ def _open(config: ServeConfig) -> list[Backend]:
     return backends
 
 
-_OURS = str(Path(__file__).parent)
-_CALLS = {complete_outputs.__code__, Backend.warm_up.__code__, DescribedBackend.warm_up.__code__}
+_CALLS = {complete_outputs.__code__, Backend.warm_up.__code__}
 """Functions that call the model with a batch that EDL makes up from the user's flags."""
 
 
 def describe_failure(exc: BaseException, source: ModelSource) -> str:
     """Describe an exception that a model raised, for standard error.
 
-    The stack starts where EDL called the user's code. It is left out if it consists of library frames only and the
-    inputs were made up from the user's flags, because then the flags are wrong. The module that the user named counts
-    as the user's code even if it is installed.
+    The stack starts at the user's code, which includes the module that the user named even if it is installed. It is
+    left out if a call of the model failed outside of that, because then the flags or the model's outputs are wrong.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
-    ours = [at for at, frame in enumerate(frames) if frame.f_code.co_filename.startswith(_OURS)]
-    trace, theirs = exc.__traceback__, frames
-    if ours and ours[-1] + 1 < len(frames):  # otherwise EDL itself raised it
-        theirs = frames[ours[-1] + 1 :]
-        for _ in range(ours[-1] + 1):
-            trace = trace.tb_next if trace is not None else None
-    batch = _batch_flags(source) if any(frame.f_code in _CALLS for frame in frames) else ""
-    if batch and all(
-        is_library(frame.f_code.co_filename) and top_name(str(frame.f_globals.get("__name__"))) != source.package
-        for frame in theirs
-    ):
+    _log.debug("the model failed", exc_info=exc)
+    codes, trace = {frame.f_code for frame, _ in traceback.walk_tb(exc.__traceback__)}, exc.__traceback__
+    while trace is not None and not _is_users(trace.tb_frame, source):
+        trace = trace.tb_next
+    batch = _batch_flags(source) if codes & _CALLS else ""
+    if trace is None and codes & _CALLS:
         complaint = "".join(traceback.format_exception_only(type(exc), exc)).strip()
-        return f"the model was called with {batch}, and failed: {complaint}"
-    stack = "".join(traceback.format_exception(type(exc), exc, trace)).rstrip()
+        called = f"the model was called with {batch}, and failed" if batch else "the model failed"
+        return f"{called}: {complaint} (--verbose shows the stack)"
+    stack = "".join(traceback.format_exception(type(exc), exc, trace or exc.__traceback__)).rstrip()
     return f"the model failed:\n{stack}" + (f"\nedl serve: it was called with {batch}" if batch else "")
+
+
+def _is_users(frame: types.FrameType, source: ModelSource) -> bool:
+    package, file = top_name(str(frame.f_globals.get("__name__"))), frame.f_code.co_filename
+    return package == source.package or not (package in ("edl", "edl_serving") or is_library(file))
 
 
 def _batch_flags(source: ModelSource) -> str:
     """Name the flags that describe the batch; empty if the model itself describes its inputs."""
+    form = "a dictionary of arrays by input, " if source.kind in ("callable", "factory") else ""
     if source.sample:
-        return f"the batch in --sample {source.sample!r}"
+        return f"{form}the batch in --sample {source.sample!r}"
     flags = " ".join(f"--input {text!r}" for text in source.inputs)
-    return f"zeros of the types and sizes of {flags}" if flags else ""
+    return f"{form}zeros of the types and sizes of {flags}" if flags else ""

@@ -271,15 +271,13 @@ class Backend(abc.ABC):
     def _look_for_writes(self) -> bool:
         """Call the model to set `writes_inputs`; return False if it still has to be called with writable inputs."""
         batch = self.sample(1)
-        changed = with_nonzero_floats(batch) if self._sample_is_made_up else batch
-        try:
-            self.writes_inputs = modifies_inputs(self.predict, changed)
-        except Exception as exc:
-            if changed is batch:
-                raise
-            # Zeros are a valid sample, so the failure is not the model's fault.
-            _log.debug("the model does not take floats other than zeros: %s: %s", type(exc).__name__, exc)
-            self.writes_inputs = modifies_inputs(self.predict, batch)
+        writes = None
+        if self._sample_is_made_up:
+            try:
+                writes = modifies_inputs(self.predict, with_nonzero_floats(batch))
+            except Exception as exc:  # noqa: BLE001 - zeros are a valid sample: the failure is not the model's fault
+                _log.debug("the model does not take floats other than zeros: %s: %s", type(exc).__name__, exc)
+        self.writes_inputs = modifies_inputs(self.predict, batch) if writes is None else writes
         if self.writes_inputs:
             warn_of_copies()
         return not self.writes_inputs

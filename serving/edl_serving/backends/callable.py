@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from edl.errors import SettingsError
+from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import Array, array_of
 from edl_serving.backends.backend import Backend, DescribedBackend, TensorSpec, UnnamedVersion, read_sample
 from edl_serving.backends.model_version import compute_version
@@ -63,10 +63,20 @@ class CallableBackend(DescribedBackend):
     def _run_model(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answer = self._function(inputs)
         if isinstance(answer, Mapping):
-            return {str(name): array_of(value) for name, value in answer.items()}
+            return {str(name): self._array_of(str(name), value) for name, value in answer.items()}
         if isinstance(answer, np.ndarray):
-            return {"output": array_of(answer)}
+            return {"output": self._array_of("output", answer)}
         raise TypeError(f"the function returned {type(answer).__name__}, not a dictionary of arrays or an array")
+
+    def _array_of(self, name: str, value: Any) -> Array:
+        try:
+            array = array_of(value)
+        except (ProtocolError, ValueError) as exc:
+            raise TypeError(f"output {name!r}, a {type(value).__name__}, cannot become an array: {exc}") from exc
+        if array.dtype == object and array.ndim == 0:  # what numpy makes of anything that is not an array
+            example = f"return {{{name!r}: inputs[{self.inputs[0].name!r}]}}"
+            raise TypeError(f"output {name!r} is a {type(value).__name__}, not an array: write, for example, {example}")
+        return array
 
     def warm_up(self, max_rows: int) -> None:
         own = getattr(self._function, "warm_up", None)

@@ -42,7 +42,7 @@ test-all: $(VENV)/.dev lint tools ## all tests; writes tests/durations.json
 	$(BIN)/python -m tests all --record
 
 docs: $(VENV)/.dev ## build the documentation as a site into build/site, every link checked
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build   # --quiet would hide a dead link from `strict` as well
 	@echo "The site begins at build/site/index.html"
 
 test-gpu: $(VENV)/.dev ## checks on one NVIDIA GPU; on a CPU those that mean something there (python -m tests.gpu)

@@ -59,11 +59,6 @@ class Model:
         self._straggle_factor = straggle_factor
         self._random = random.Random(seed)
 
-    @property
-    def inline(self) -> bool:
-        """Whether it takes microseconds, so that the server needs no thread. Never for sequences: servers refuse it."""
-        return self.sequence_input is None and self._delay_s == self._row_s == 0
-
     def __call__(self, inputs: Arrays) -> Arrays:
         """Return outputs for a batch."""
         started = time.monotonic()

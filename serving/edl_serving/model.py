@@ -59,8 +59,6 @@ class ServedModel:
             raise SettingsError(
                 f"model {self.name!r} has no input {self.sequence_input!r} of INT32, one number per row"
             )
-        if self.sequence_input is not None and first.inline:
-            raise SettingsError(f"model {self.name!r} has sequence rows, so it cannot be inline")
 
     def inputs_of(self, sent: Collection[str]) -> tuple[TensorSpec, ...]:
         optional = {*self.optional_outputs.values()} - {*sent}

@@ -86,7 +86,6 @@ _MORE_SERVER = OptionGroup(
         Option("max-message", v.size_bytes, "SIZE", "largest request (default 512MiB)"),
         Option("max-connections", v.count, "N", "clients with open calls (default 1024)"),
         Option("max-streams", v.count, "N", "open streams and tensor channels, for all clients (default 1024)"),
-        Option("max-calls", v.count, "N", "open calls per connection (default 1024)"),
         Option("max-client-bytes", v.size_bytes, "SIZE", "bytes of requests and answers per client (default 1GiB)"),
         Option("drain-timeout", v.duration_s, "TIME", "how long SIGTERM waits for requests in flight (default 30s)"),
         Option("linger", v.duration_s, "TIME", "keep serving for this long after draining is announced (default 0.5s)"),

@@ -49,6 +49,7 @@ _TURN_S = 4.0
 """How long an event loop iteration may take before the process counts as stuck. The operator's probes wait 5 s."""
 _FAULT_LOOK_S = 1.0
 """How often backends are asked for faults. This takes microseconds, and students notice a dead teacher as fast."""
+_MAX_CALLS = 1024  # open calls of one connection; gRPC makes the client hold back further ones
 _FLUSH_S = 0.25  # time to end RPCs without a waiting client, such as health watches
 
 
@@ -323,7 +324,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.per_message_decompression", 0),  # see `request_error.malformed_message`
-        ("grpc.max_concurrent_streams", settings.max_calls),
+        ("grpc.max_concurrent_streams", _MAX_CALLS),
         ("grpc.so_reuseport", 0),  # otherwise two servers on one port would share its students at random
         # Students ping to detect a teacher that vanished; by default, gRPC treats such pings as an attack.
         ("grpc.keepalive_permit_without_calls", 1),

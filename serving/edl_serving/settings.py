@@ -17,7 +17,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_message_bytes": (8192, 2**31 - 1),
     **dict.fromkeys(("max_batch_rows", "max_queue_rows", "max_connections", "max_streams"), (1, math.inf)),
     **dict.fromkeys(_ROOM, (1, math.inf)),
-    "max_calls": (1, 2**31 - 1),
     "max_delay_s": (0, 60),
     "drain_timeout_s": (0, _DAY_S),
     **dict.fromkeys(("canary_s", "canary_timeout_s"), (0.01, _DAY_S)),  # else the canary would keep the model busy
@@ -49,7 +48,6 @@ class ServerSettings:
         max_connections: Clients with open calls. Further clients are refused with RESOURCE_EXHAUSTED, except for checks
             of health and readiness.
         max_streams: Open streams and tensor channels of all clients together; further ones are refused likewise.
-        max_calls: Open calls of one connection; gRPC makes the client hold back further calls.
         max_client_bytes: Bytes of one client's unanswered requests and of its answers not sent yet; further ones are
             refused likewise. 0 for the same default as `max_queue_bytes`.
         check_nan: Answer with INTERNAL instead of NaN.
@@ -86,7 +84,6 @@ class ServerSettings:
     max_message_bytes: int = 512 << 20
     max_connections: int = 1024
     max_streams: int = 1024
-    max_calls: int = 1024
     max_client_bytes: int = 0
     check_nan: bool = True
     shared_memory: bool = True

@@ -36,8 +36,6 @@ def test_batches_take_the_time_they_are_told(monkeypatch: pytest.MonkeyPatch) ->
 
     model = models.echo(delay_s=0.02, row_s=0.01)
     assert slept(model, 1) == [pytest.approx(0.05)]
-    assert not model.inline
-    assert models.echo().inline
     first, again, other = (
         slept(models.echo(delay_s=0.01, straggle=0.25, straggle_factor=8, seed=seed)) for seed in (1, 1, 2)
     )

@@ -5,21 +5,23 @@ from __future__ import annotations
 import ast
 import email
 import importlib.metadata
+import inspect
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import edl
-from tests.lint.test_public_names import PUBLIC
+from tests.lint.test_public_names import PUBLIC, load
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = (ROOT / "edl", ROOT / "serving/edl_serving")
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("EDL_")}
 
 
@@ -141,89 +143,46 @@ CONTRACTS = {
 
 @pytest.mark.parametrize("module", sorted(PUBLIC | CONTRACTS))
 def test_exported_callables_are_documented(module: str) -> None:
-    found = exported({module: (PUBLIC | CONTRACTS)[module]})
-    silent = {call.where: call.silent for call in found if call.silent}
-    mute = {call.where: call.mute for call in found if call.mute}
-    assert not silent, f"parameters without an entry under Args: {silent}"
-    assert not mute, f"docstrings that leave out what is returned or raised: {mute}"
+    """An entry under `Args:` (`Attributes:` of a dataclass) for each parameter, and what is returned and raised."""
+    found = load(module)
+    offered = [getattr(found, name) for name in (PUBLIC | CONTRACTS)[module]]
+    missing = {
+        call.__qualname__: gaps for each in offered for call, text in callables(each) if (gaps := gaps_in(call, text))
+    }
+    assert not missing
 
 
-class Exported:
-    """A function, method or constructor that users and implementers call, and what its docstring leaves out.
+def callables(found: Any) -> Iterator[tuple[Any, str]]:
+    """Yield a function, or the constructor and the public methods of a class, and their docstrings.
 
-    Attributes:
-        where: its place.
-        silent: the parameters without an entry under `Args:` (`Attributes:` of a dataclass).
-        mute: "Returns" and "Raises", as far as the docstring says nothing of them.
+    What overrides a documented method has its docstring there.
     """
-
-    def __init__(self, path: Path, node: Function, owner: ast.ClassDef | None) -> None:
-        self.where = f"{path.relative_to(ROOT)}:{node.lineno} {owner.name + '.' if owner else ''}{node.name}"
-        constructor = node.name == "__init__"
-        text = (ast.get_docstring(node) or "") + (ast.get_docstring(owner) or "" if owner and constructor else "")
-        names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        names = [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
-        self.silent = sorted(set(names) - _entries(text))
-        raises = any(isinstance(part, ast.Raise) and part.exc is not None for part in _own_statements(node))
-        is_property = any("property" in ast.unparse(each) for each in node.decorator_list)
-        nothing = node.returns is None or ast.unparse(node.returns) in ("None", "NoReturn", "Self") or constructor
-        first = text.partition("\n")[0]
-        says_returns = "Returns:" in text or "Yields:" in text or re.match(r"(Return|Yield|Whether|The |A |An )", first)
-        self.mute = ["Raises"] * (raises and "Raises:" not in text)
-        self.mute += ["Returns"] * (not nothing and not is_property and not says_returns)
+    if inspect.isfunction(found):
+        yield found, found.__doc__ or ""
+    for name, part in vars(found).items() if inspect.isclass(found) else ():
+        function = inspect.unwrap(getattr(part, "fget", None) or getattr(part, "__func__", part))
+        if not inspect.isfunction(function) or function.__module__ != found.__module__:
+            continue
+        if name == "__init__" and not function.__code__.co_filename.startswith("<"):  # not a dataclass's
+            yield function, f"{function.__doc__ or ''}{found.__doc__}"
+        elif not name.startswith("_") and (function.__doc__ or found.__bases__ == (object,)):
+            yield function, function.__doc__ or ""
 
 
-def exported(names: dict[str, list[str]]) -> list[Exported]:
-    """Return the callables behind public names: functions, and constructors and public methods of classes.
-
-    Args:
-        names: by public module.
-    """
-    found: list[Exported] = []
-    for module, offered in names.items():
-        for name in offered:
-            path, node = _definition(module, name)
-            if isinstance(node, Function):
-                found.append(Exported(path, node, None))
-            elif isinstance(node, ast.ClassDef):
-                found += [
-                    Exported(path, part, node)
-                    for part in node.body
-                    if isinstance(part, Function)
-                    and (part.name == "__init__" or not part.name.startswith("_"))
-                    # What overrides a documented method has its docstring there.
-                    and not (node.bases and part.name != "__init__" and not ast.get_docstring(part))
-                ]
-    return found
-
-
-def _definition(module: str, name: str) -> tuple[Path, ast.stmt | None]:
-    """Follow imports from a public module to where a name is defined; None for what is neither function nor class."""
-    relative = module.replace(".", "/")
-    roots = [root.parent / relative for root in SOURCES]
-    path = next(path for root in roots for path in (root.with_suffix(".py"), root / "__init__.py") if path.is_file())
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, Function | ast.ClassDef) and node.name == name:
-            return path, node
-        if isinstance(node, ast.ImportFrom) and node.module not in (None, module) and _is_module(node.module or ""):
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return _definition(node.module or "", alias.name)
-    return path, None
-
-
-def _is_module(name: str) -> bool:
-    relative = name.replace(".", "/")
-    return any(
-        (root.parent / f"{relative}.py").is_file() or (root.parent / relative / "__init__.py").is_file()
-        for root in SOURCES
-    )
-
-
-def _entries(text: str) -> set[str]:
-    """Return the names that have an entry in a docstring of Google's style: `name: words` or `a, b: words`."""
-    found = re.findall(r"^\s+\*{0,2}([a-z_][a-z0-9_]*(?:, \*{0,2}[a-z_][a-z0-9_]*)*):", text, re.MULTILINE)
-    return {name.strip(" *") for names in found for name in names.split(",")}
+def gaps_in(function: Any, text: str) -> list[str]:
+    """Return the parameters, "Returns" and "Raises" of which a docstring says nothing."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(node, Function)
+    documented = re.findall(r"^\s+\*{0,2}([a-z_][a-z0-9_]*(?:, \*{0,2}[a-z_][a-z0-9_]*)*):", text, re.MULTILINE)
+    entries = {name.strip(" *") for names in documented for name in names.split(",")}
+    names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    gaps = [name for name in names if name not in ("self", "cls", *entries) and not name.startswith("_")]
+    if "Raises:" not in text and any(isinstance(part, ast.Raise) and part.exc for part in _own_statements(node)):
+        gaps.append("Raises")
+    nothing = node.returns is None or ast.unparse(node.returns) in ("None", "NoReturn", "Self")
+    nothing |= any("property" in ast.unparse(each) for each in node.decorator_list)
+    says = "Returns:" in text or "Yields:" in text or re.match(r"\s*(Return|Yield|Whether|The |A |An )", text)
+    return gaps if nothing or says else [*gaps, "Returns"]
 
 
 def _own_statements(node: Function) -> Iterator[ast.AST]:

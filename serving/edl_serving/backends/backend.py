@@ -150,12 +150,6 @@ class Backend(abc.ABC):
     writes_inputs: bool = False
     """Whether `predict` changes its input arrays, in which case it gets copies. `warm_up` detects this."""
 
-    inline: bool = False
-    """Whether `predict` takes only microseconds (a look-up, say), so that the server calls it on its event loop.
-
-    This saves the switch to a worker thread and back. But all other work, such as health checks and other requests,
-    waits for the call, and requests are not batched, so a real model must not set it."""
-
     max_top_k: int | None = None
     """The largest k that `predict_top_k` accepts; None for a model that has only `predict`."""
 

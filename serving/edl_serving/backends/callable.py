@@ -6,7 +6,6 @@ attributes:
 
 - `inputs`, `outputs`: tensors as text, `["image:uint8[3,224,224]"]`, unless the command line gives them;
 - `version`: identifies the weights;
-- `inline = True`: a call takes microseconds, so the server may make it on its event loop;
 - `warm_up(max_rows)`, called instead of the two calls on zeros, and `close()`;
 - `sequence_input`, `max_sequence`: see `Backend`;
 - `writes_inputs = True`: the function changes its inputs, so it gets copies. Needed only with its own `warm_up`,
@@ -49,7 +48,6 @@ class CallableBackend(DescribedBackend):
         self._function = function
         self.version = version or _own_version(function) or self.version
         self.writes_inputs = bool(getattr(function, "writes_inputs", False))
-        self.inline = bool(getattr(function, "inline", False))
         self.sequence_input = getattr(function, "sequence_input", None)
         self.max_sequence = getattr(function, "max_sequence", None)
         self._resolve_specs(

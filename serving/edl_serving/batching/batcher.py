@@ -101,8 +101,6 @@ _FIRST_HINT_MS = 100
 """Retry hint before the first batch is computed: as long as a large model needs for some batches on a GPU."""
 _LONGEST_HINT_MS = 10_000
 """Longest retry hint, for a queue of minutes. With a longer one, a teacher that joins later would get no requests."""
-_SLOW_INLINE_S = 0.005
-"""An inline `predict` should take microseconds; one that takes this long delays other requests, so it is logged."""
 
 
 class Batcher:
@@ -112,7 +110,6 @@ class Batcher:
         self, settings: ServerSettings, model: ServedModel, backends: Sequence[Backend], metrics: Metrics
     ) -> None:
         self._settings = settings
-        self._model = model
         self._loop = asyncio.get_running_loop()
         self.max_batch_rows = settings.max_batch_rows
         self.queue = BatchQueue(
@@ -122,8 +119,6 @@ class Batcher:
         self._closing = False
         self._executors = [Executor(backend, model, settings, metrics.add_worker()) for backend in backends]
         self._workers = [Worker(self, executor) for executor in self._executors]
-        self._inline = all(backend.inline for backend in backends)
-        self._warned = False
 
     async def warm_up(self) -> None:
         for worker in self._workers:
@@ -132,33 +127,14 @@ class Batcher:
 
     async def compute(self, job: InferenceJob) -> bytes:
         """Compute a job. Cancelling removes it from the queue; if it is being computed, its outputs are dropped."""
-        if self._inline:
-            self._compute_inline(job)
-        else:
-            await self._compute_in_batch(job)
+        await self._wait_for_answer(job)
         if isinstance(job.answer, bytes):
             return job.answer
         if job.answer is None:
             raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before the request was computed")
         raise job.answer.copy()  # a copy, because its traceback's frames hold the job: a reference cycle
 
-    def _compute_inline(self, job: InferenceJob) -> None:
-        if self._closing:
-            raise _stopping_error()
-        job.started = job.arrived
-        self._executors[0].run_jobs([job])
-        job.ended = time.monotonic()
-        taken_s = job.ended - job.arrived
-        if taken_s > _SLOW_INLINE_S and not self._warned:
-            self._warned = True
-            _log.warning(
-                "model %r is declared inline, but a request of %d rows took %.1f ms, while everything else waited",
-                self._model.name,
-                job.rows,
-                taken_s * 1000,
-            )
-
-    async def _compute_in_batch(self, job: InferenceJob) -> None:
+    async def _wait_for_answer(self, job: InferenceJob) -> None:
         job.reply = reply = self._loop.create_future()
         with self._wake:
             if self._closing:

@@ -82,5 +82,3 @@ class Held(models.Model):
             return echo(inputs)
 
         super().__init__(answer, echo.inputs, echo.outputs)
-
-    inline = False

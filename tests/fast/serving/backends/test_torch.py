@@ -235,7 +235,6 @@ def test_attributes_describe_a_callable() -> None:
         inputs = ["x:float32[4]"]
         outputs = ["y:float32[4]"]
         version = 7
-        inline = True
         warmed, closed = 0, False
 
         def __call__(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -249,7 +248,7 @@ def test_attributes_describe_a_callable() -> None:
 
     model = Model()
     backend = CallableBackend(model)
-    assert (backend.version, backend.inline) == ("7", True)
+    assert backend.version == "7"
     backend.warm_up(9)
     backend.close()
     assert (model.warmed, model.closed) == (9, True)

@@ -11,6 +11,7 @@ metrics port is open to more hosts than its own. Students use gRPC, which is fas
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -152,25 +153,13 @@ class HttpApi:
     async def _infer(self, name: str, header: bytes, raw: list[memoryview], nbytes: int) -> bytes | RequestError:
         """Compute a request, on the event loop, with the limits of a call over gRPC."""
         inference, call = self._inference, Call(name, "", None)
-        try:
-            inference.lifecycle.begin_request()
-        except RequestError as error:
-            return error.copy()
-        try:
-            client = inference.clients.open_call(name)
+        with contextlib.ExitStack() as stack:
             try:
-                client.hold_bytes(nbytes)
-                try:
-                    return await inference.answer(call, header, raw, nbytes, "", None, codec.RESPONSE.join)
-                finally:
-                    client.release_bytes(nbytes)
-            finally:
-                inference.clients.close_call(client)
-        except RequestError as error:
-            inference.record_error(error, call, "", nbytes)
-            return error.copy()
-        finally:
-            inference.lifecycle.end_request()
+                inference.admit(call, nbytes, stack.callback)
+            except RequestError as error:
+                inference.record_error(error, call, "", nbytes)
+                return error.copy()
+            return await inference.answer(call, header, raw, nbytes, "", None, codec.RESPONSE.join)
 
 
 def _as_message(

@@ -181,13 +181,12 @@ class InferenceServicer:
     async def _answer_call(self, data: bytes, context: ServicerContext) -> bytes | RequestError:
         call, metadata = self._open_call(context)
         request_id, nbytes = request_id_of(metadata), len(data)
+
+        def after_call(done: Callable[[], object]) -> None:
+            context.add_done_callback(lambda _: done())  # type: ignore[arg-type]  # the stub's type is a class
+
         try:
-            self.lifecycle.begin_request()
-            _after_call(context, self.lifecycle.end_request)
-            client = self.clients.open_call(call.client)
-            _after_call(context, lambda: self.clients.close_call(client))
-            client.hold_bytes(nbytes)
-            _after_call(context, lambda: client.release_bytes(nbytes))
+            client = self.admit(call, nbytes, after_call)
             try:
                 header, raw = codec.REQUEST.split(data)
             except ProtocolError as exc:
@@ -204,8 +203,18 @@ class InferenceServicer:
         if isinstance(answer, bytes):
             sent_nbytes = len(answer)
             client.nbytes += sent_nbytes
-            _after_call(context, lambda: client.release_bytes(sent_nbytes))
+            after_call(lambda: client.release_bytes(sent_nbytes))
         return answer
+
+    def admit(self, call: Call, nbytes: int, after_call: Callable[[Callable[[], object]], object]) -> ClientConnection:
+        """Count a call of one request and its bytes, and have that undone by `after_call`; refuse it without room."""
+        self.lifecycle.begin_request()
+        after_call(self.lifecycle.end_request)
+        client = self.clients.open_call(call.client)
+        after_call(lambda: self.clients.close_call(client))
+        client.hold_bytes(nbytes)
+        after_call(lambda: client.release_bytes(nbytes))
+        return client
 
     async def answer(
         self,
@@ -297,10 +306,6 @@ class Call(NamedTuple):
     client: str
     traceparent: str
     regions: ClientRegions | None
-
-
-def _after_call(context: ServicerContext, done: Callable[[], object]) -> None:
-    context.add_done_callback(lambda _: done())  # type: ignore[arg-type]  # the stub's type is a class
 
 
 _WINDOW = 64  # requests of one stream that are processed at a time; the others wait in the connection

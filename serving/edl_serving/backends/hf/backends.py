@@ -380,10 +380,8 @@ class SequenceClassifierBackend(TransformersBackend):
             )
 
     def sample(self, rows: int) -> Mapping[str, Array]:
-        texts = np.empty(rows, object)
-        texts.fill(
-            np.zeros(1, "<i4").tobytes()
-        )  # `np.full` would convert to numpy's strings, which drop trailing zero bytes
+        texts = np.empty(rows, object)  # `np.full` would make numpy's strings of it, which drop trailing zero bytes
+        texts.fill(np.zeros(1, "<i4").tobytes())
         return {names.IDS: texts}
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:

@@ -51,21 +51,16 @@ class Authority:
         made.pem = unsigned.sign(self._key, hashes.SHA256()).public_bytes(PEM)
         return made
 
-    def issue(
-        self, *names: str, days: tuple[float, float] = (-1, 7), key: Key | None = None, nameless: bool = False
-    ) -> Pair:
+    def issue(self, *names: str, days: tuple[float, float] = (-1, 7), key: Key | None = None) -> Pair:
         """A certificate for these hosts and addresses, valid from and to so many days from now.
 
         Args:
             key: a private key of another kind.
-            nameless: without a subjectAltName, as old tools made them.
         """
         key = key or ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
-        unsigned = _unsigned(subject, self._name, key, days)
-        if not nameless:
-            general = x509.SubjectAlternativeName([_general(name) for name in names or HERE])
-            unsigned = unsigned.add_extension(general, critical=False)
+        general = x509.SubjectAlternativeName([_general(name) for name in names or HERE])
+        unsigned = _unsigned(subject, self._name, key, days).add_extension(general, critical=False)
         cert = unsigned.sign(self._key, hashes.SHA256()).public_bytes(PEM)
         plain = serialization.NoEncryption()
         return Pair(cert, key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, plain))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.protocol import kserve
+from edl.protocol import codec, kserve
 from edl.testing.models import Model
 from edl_serving import Array, Backend, ServerSettings, TensorSpec
+from edl_serving.batching.batch_queue import InferenceJob
+from edl_serving.batching.executor import Executor
 from edl_serving.model import ServedModel
+from edl_serving.monitoring import WorkerMetrics
 from edl_serving.request import DecodedRequest
 from edl_serving.request_error import RequestError
 from edl_serving.request_plan import plan_request
+from tests.fast.serving.conftest import request_bytes
 from tests.waiting import DEADLINE_S, wait_until
 
 Predict = Callable[[Mapping[str, Array]], Any]
@@ -73,8 +78,27 @@ def header_for(shape: tuple[int, ...] = (2, 4), **fields: Any) -> kserve.ModelIn
     return header
 
 
-def request_for(model: ServedModel, x: Array) -> DecodedRequest:
-    return DecodedRequest(plan_request(header_for(x.shape), model, 100), (x,), {})
+class Bench:
+    """A model behind an executor, without a queue."""
+
+    def __init__(self, backend: Any, **settings: Any) -> None:
+        self.backend = backend
+        used = ServerSettings("m", **settings)
+        self.model = ServedModel(used, [backend])
+        self.metrics = WorkerMetrics()
+        self.executor = Executor(backend, self.model, used, self.metrics)
+
+    def job(self, inputs: Mapping[str, Array], deadline: float = math.inf, **parameters: Any) -> InferenceJob:
+        header, _ = codec.REQUEST.split(request_bytes(inputs, **parameters))
+        plan = plan_request(codec.REQUEST.parse(header), self.model, 1000)
+        job = InferenceJob.of(DecodedRequest(plan, tuple(inputs.values()), {}), None, "c", 0, "")
+        job.deadline = deadline
+        return job
+
+    def run(self, *jobs: InferenceJob) -> list[Any]:
+        """The responses' bytes, or errors."""
+        self.executor.run_jobs(jobs)
+        return [job.answer for job in jobs]
 
 
 def refusal_of(call: Callable[[], object]) -> str:

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from edl.discovery import Registry
 from edl.protocol.transport import grpc
 from edl.settings import LoadSettings
-from edl_serving import Array, ServerSettings, TensorSpec
+from edl_serving import Array, TensorSpec
 from edl_serving.batching.batch_queue import InferenceJob
-from edl_serving.batching.executor import Executor, LogThrottle
-from edl_serving.monitoring import WorkerMetrics
+from edl_serving.batching.executor import LogThrottle
 from edl_serving.registration import ReadyFile, RegistrationSettings, TeacherRegistration
 from edl_serving.request_error import RequestError
 from tests.fast.serving.conftest import TIMEOUT_S, Connect, StartInside, outputs_of, request_bytes
-from tests.fast.serving.fakes import FakeBackend, Gated, Mixed, X, five_logits, logits, model_of, request_for
+from tests.fast.serving.fakes import Bench, FakeBackend, Gated, Mixed, X, five_logits, logits
 from tests.waiting import wait_until
 
 
@@ -148,21 +147,8 @@ def test_a_sick_model_is_not_found(
 FOREVER = float("inf")
 
 
-class Bench:
-    """An executor of a fake model."""
-
-    def __init__(self, backend: FakeBackend, **settings: Any) -> None:
-        self.backend = backend
-        self.model = model_of(backend)
-        self.metrics = WorkerMetrics()
-        self.executor = Executor(backend, self.model, ServerSettings(model="m", **settings), self.metrics)
-
-    def job(self, x: Array, deadline: float = FOREVER) -> InferenceJob:
-        return InferenceJob(request_for(self.model, x), len(x), ((4,),), 0.0, deadline)
-
-    def run(self, *jobs: InferenceJob) -> list[Any]:
-        self.executor.run_jobs(jobs)
-        return [job.answer for job in jobs]
+def job(bench: Bench, x: Array, deadline: float = FOREVER) -> InferenceJob:
+    return bench.job({"x": x}, deadline)
 
 
 def failing(when: float, error: BaseException) -> Any:
@@ -182,7 +168,7 @@ def test_requests_get_their_own_rows(sizes: list[int], max_batch_rows: int) -> N
     bench = Bench(FakeBackend(), max_batch_rows=max_batch_rows, max_queue_rows=1000)
     inputs = [np.random.default_rng(index).random((size, 4), np.float32) for index, size in enumerate(sizes)]
     for _ in range(2):  # the second time in buffers that were used before
-        answers = bench.run(*[bench.job(x) for x in inputs])
+        answers = bench.run(*[job(bench, x) for x in inputs])
         for x, answer in zip(inputs, answers, strict=True):
             np.testing.assert_array_equal(outputs_of(answer)["logits"], five_logits({"x": x})["logits"])
     assert max(bench.backend.calls) <= max_batch_rows
@@ -199,9 +185,9 @@ def test_a_model_may_answer_with_its_input() -> None:
     spec = tuple(TensorSpec(name, "FP32", (4,)) for name in ("same", "kept"))
     bench = Bench(FakeBackend(predict, outputs=spec), max_batch_rows=2)
     x = np.arange(16, dtype=np.float32).reshape(4, 4)
-    whole = outputs_of(bench.run(bench.job(x))[0])
-    first, second = bench.run(bench.job(x[:1]), bench.job(x[1:2]))
-    bench.run(bench.job(rows(1)), bench.job(rows(1)))
+    whole = outputs_of(bench.run(job(bench, x))[0])
+    first, second = bench.run(job(bench, x[:1]), job(bench, x[1:2]))
+    bench.run(job(bench, rows(1)), job(bench, rows(1)))
     for name in ("same", "kept"):
         np.testing.assert_array_equal(whole[name], x)
         np.testing.assert_array_equal(outputs_of(first)[name], x[:1])
@@ -211,9 +197,9 @@ def test_a_model_may_answer_with_its_input() -> None:
 @pytest.mark.parametrize("error", [SystemExit(1), StopIteration()])
 def test_no_model_error_ends_the_worker(error: BaseException) -> None:
     bench = Bench(FakeBackend(failing(1.0, error)))
-    (answer,) = bench.run(bench.job(rows(1)))
+    (answer,) = bench.run(job(bench, rows(1)))
     assert type(error).__name__ in answer.message
-    assert isinstance(bench.run(bench.job(rows(1, 2.0)))[0], bytes)
+    assert isinstance(bench.run(job(bench, rows(1, 2.0)))[0], bytes)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +213,7 @@ def test_backend_refusals_are_not_multiplied(code: str, calls: list[int]) -> Non
     """A full engine is not asked once more for each request of a batch; who is at fault is found out."""
     error = RequestError(grpc.StatusCode[code], "no", 30_000)
     bench = Bench(FakeBackend(failing(7.0, error)))
-    answers = bench.run(bench.job(rows(2)), bench.job(rows(3, 7.0)), bench.job(rows(1)))
+    answers = bench.run(job(bench, rows(2)), job(bench, rows(3, 7.0)), job(bench, rows(1)))
     assert bench.backend.calls == calls
     assert answers[1] is error
     assert [answer is error for answer in answers].count(True) == (1 if len(calls) > 1 else 3)
@@ -235,10 +221,10 @@ def test_backend_refusals_are_not_multiplied(code: str, calls: list[int]) -> Non
 
 def test_unwanted_requests_are_not_computed() -> None:
     bench = Bench(FakeBackend(failing(7.0, ValueError("seven"))))
-    answers = bench.run(bench.job(rows(2), deadline=0.0), bench.job(rows(3, 7.0)))
+    answers = bench.run(job(bench, rows(2), deadline=0.0), job(bench, rows(3, 7.0)))
     assert answers[0] is None, "too late to be computed once more by itself"
     assert bench.backend.calls == [5, 3]
-    gone, here = bench.job(rows(2)), bench.job(rows(4))
+    gone, here = job(bench, rows(2)), job(bench, rows(4))
     gone.cancelled = True
     bench.run(gone, here)
     bench.run(gone)
@@ -252,16 +238,16 @@ def test_nan_is_an_error_of_its_owner() -> None:
     bench = Bench(FakeBackend(predict))
     bad = rows(3)
     bad[2, 0] = 7
-    answers = bench.run(bench.job(rows(2)), bench.job(bad))
+    answers = bench.run(job(bench, rows(2)), job(bench, bad))
     assert isinstance(answers[0], bytes)
     assert answers[1].code.name == "INTERNAL"
     assert answers[1].message == "model 'm': output 'logits' has NaN in row 2 of 3"
     assert bench.backend.calls == [5]  # whose rows they are is known without asking again
     assert bench.metrics.faults["nan"] == 1
     infinite = Bench(FakeBackend(lambda inputs: {"logits": np.full((2, 5), -np.inf, np.float32)}))
-    assert outputs_of(infinite.run(infinite.job(rows(2)))[0])["logits"][0, 0] == -np.inf
+    assert outputs_of(infinite.run(job(infinite, rows(2)))[0])["logits"][0, 0] == -np.inf
     lenient = Bench(FakeBackend(predict), check_nan=False)
-    assert np.isnan(outputs_of(lenient.run(lenient.job(bad))[0])["logits"][2]).all()
+    assert np.isnan(outputs_of(lenient.run(job(lenient, bad))[0])["logits"][2]).all()
 
 
 @pytest.mark.parametrize(
@@ -277,7 +263,7 @@ def test_nan_is_an_error_of_its_owner() -> None:
 )
 def test_unpromised_outputs_are_named(output: Any, said: str) -> None:
     bench = Bench(FakeBackend(lambda inputs: output))
-    (answer,) = bench.run(bench.job(rows(2)))
+    (answer,) = bench.run(job(bench, rows(2)))
     assert answer.code.name == "INTERNAL"
     assert said in answer.message
     assert bench.metrics.faults["output"] == 1
@@ -287,7 +273,7 @@ def test_byte_strings_must_be_strings() -> None:
     words = TensorSpec("words", "BYTES", ())
     for found, expected in ((["é", b"\xff"], ["é".encode(), b"\xff"]), ([None, 5], None)):
         bench = Bench(FakeBackend(lambda inputs, found=found: {"words": np.array(found, object)}, outputs=(words,)))
-        (answer,) = bench.run(bench.job(rows(2)))
+        (answer,) = bench.run(job(bench, rows(2)))
         if expected is not None:
             assert outputs_of(answer)["words"].tolist() == expected
         else:
@@ -300,7 +286,7 @@ def test_parts_of_other_shapes_are_an_error() -> None:
 
     loose = TensorSpec("logits", "FP32", (-1,))
     bench = Bench(FakeBackend(predict, (X,), (loose,)), max_batch_rows=2)
-    assert "changes its shape" in bench.run(bench.job(rows(3)))[0].message
+    assert "changes its shape" in bench.run(job(bench, rows(3)))[0].message
 
 
 def test_a_failing_model_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,16 +14,14 @@ from hypothesis import strategies as st
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
 from edl.protocol.tensors import split_top_k
-from edl_serving import Array, Backend, ServerSettings, TensorSpec
+from edl_serving import Array, Backend, TensorSpec
 from edl_serving.backends.backend import TopKArrays
 from edl_serving.batching.batch_queue import InferenceJob
-from edl_serving.batching.executor import Executor
-from edl_serving.model import ServedModel
-from edl_serving.monitoring import WorkerMetrics
-from edl_serving.request import DecodedRequest, check_sequences
+from edl_serving.request import check_sequences
 from edl_serving.request_error import RequestError, invalid_argument
 from edl_serving.request_plan import cut_top_k, plan_request
 from tests.fast.distill.sequences.language_model import PrefixModel
+from tests.fast.serving import fakes
 from tests.fast.serving.conftest import outputs_of
 from tests.fast.serving.fakes import refusal_of
 
@@ -59,29 +58,19 @@ class LanguageModel(PrefixModel):
         return super().predict_top_k(inputs, k, temperature)
 
 
-class Bench:
+class Bench(fakes.Bench):
     """A language model behind an executor."""
 
     def __init__(self, backend: LanguageModel | None = None, **settings: Any) -> None:
         self.backend = backend or LanguageModel()
-        self.settings = ServerSettings("m", **settings)
-        self.model = ServedModel(self.settings, [self.backend])
-        self.executor = Executor(self.backend, self.model, self.settings, WorkerMetrics())
+        super().__init__(self.backend, **settings)
 
-    def job(self, inputs: Mapping[str, Array], **parameters: Any) -> InferenceJob:
-        header = kserve.ModelInferRequest(model_name="m")
-        for name, array in inputs.items():
-            header.inputs.add(name=name, datatype="INT32", shape=array.shape)
-        for name, value in {"edl_top_k": 3, **parameters}.items():
-            if value is not None:
-                kind = {int: "int64", float: "double", str: "string"}[type(value)]
-                setattr(header.parameters[name], f"{kind}_param", value)
-        plan = plan_request(header, self.model, 1000)
-        return InferenceJob.of(DecodedRequest(plan, tuple(inputs.values()), {}), None, "c", 0, "")
+    def job(self, inputs: Mapping[str, Array], deadline: float = math.inf, **parameters: Any) -> InferenceJob:
+        return super().job(inputs, deadline, **{"edl_top_k": 3, **parameters})
 
     def run(self, *jobs: InferenceJob) -> list[Any]:
-        self.executor.run_jobs(jobs)
-        return [job.answer if isinstance(job.answer, RequestError) else outputs_of(job.answer) for job in jobs]
+        answers = super().run(*jobs)
+        return [answer if isinstance(answer, RequestError) else outputs_of(answer) for answer in answers]
 
 
 def tokens(*lengths: int, seed: int = 0) -> dict[str, Array]:

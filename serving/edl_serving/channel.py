@@ -226,8 +226,8 @@ class _ServerChannel:
         self._handler = handler
         self._call = call
         self._client = client
-        self._held: dict[int, int] = {}  # bytes that count towards the client's limit, by request
-        self._entered: set[int] = set()  # requests that the lifecycle counts, until their answer is sent
+        # By request, until its answer is sent: ends what the lifecycle and the client's limit count of it.
+        self._counted: dict[int, contextlib.ExitStack] = {}
         self._computing: dict[int, asyncio.Task[None]] = {}
         self._done = asyncio.Event()
         self._ending = False
@@ -247,7 +247,7 @@ class _ServerChannel:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for number in {*self._held, *self._entered}:
+            for number in list(self._counted):
                 self._release(number)
 
     def end(self) -> None:
@@ -273,7 +273,7 @@ class _ServerChannel:
             if kind not in (FrameKind.CANCEL, FrameKind.PING) or nbytes:
                 raise ProtocolError(f"malformed message: a frame of kind {kind} and {nbytes:,} bytes")
             return True
-        if number in self._held or number in self._computing:
+        if number in self._counted or number in self._computing:
             raise ProtocolError(f"malformed message: a second request of number {number:016x}")
         try:
             most = self._handler.model.max_message_bytes
@@ -283,7 +283,8 @@ class _ServerChannel:
         except RequestError as exc:
             self._refuse(exc, number, nbytes)
             return False
-        self._held[number] = nbytes
+        self._counted[number] = contextlib.ExitStack()
+        self._counted[number].callback(self._client.release_bytes, nbytes)
         return True
 
     def _take(self, kind: int, number: int, body: memoryview) -> None:
@@ -302,7 +303,7 @@ class _ServerChannel:
         except RequestError as exc:
             self._refuse(exc, number, len(body))
             return
-        self._entered.add(number)
+        self._counted[number].callback(self._handler.lifecycle.end_request)
         task = asyncio.get_running_loop().create_task(self._respond(number, body))
         self._computing[number] = task
         task.add_done_callback(lambda task: self._computed(number, task))
@@ -320,7 +321,7 @@ class _ServerChannel:
             self._send_error(answer, number)
             return
         self._client.nbytes += len(answer)
-        self._held[number] += len(answer)
+        self._counted[number].callback(self._client.release_bytes, len(answer))
         self._send(FrameKind.ANSWER, number, [answer])
 
     def _computed(self, number: int, task: asyncio.Task[None]) -> None:
@@ -336,10 +337,8 @@ class _ServerChannel:
         self._end_if_idle()
 
     def _release(self, number: int) -> None:
-        self._client.release_bytes(self._held.pop(number, 0))
-        if number in self._entered:
-            self._entered.discard(number)
-            self._handler.lifecycle.end_request()
+        if (counted := self._counted.pop(number, None)) is not None:
+            counted.close()
         self._adjust()
         self._end_if_idle()
 
@@ -352,7 +351,7 @@ class _ServerChannel:
         self._send(FrameKind.ERROR, number, [json.dumps(found).encode()])
 
     def _send(self, kind: FrameKind, number: int, body: Sequence[Buffer]) -> None:
-        counted = number in self._held or number in self._entered  # else another request may have this number then
+        counted = number in self._counted  # else another request may have this number then
         self._socket.send(kind, number, body, (lambda: self._release(number)) if counted else self._adjust)
         self._adjust()
 

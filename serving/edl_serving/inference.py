@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -316,8 +317,7 @@ class _Accepted:
     """A request of a stream whose answer is not written yet."""
 
     task: asyncio.Task[bytes] = field(init=False)
-    entered: bool = False  # whether the lifecycle counts it
-    held: int = 0  # bytes that count towards the client's limit
+    counted: ExitStack = field(default_factory=ExitStack)  # ends what the lifecycle and the client's limit count of it
 
 
 class InferStream:
@@ -377,9 +377,9 @@ class InferStream:
             except ProtocolError as exc:
                 raise malformed_message(data, str(exc)) from exc
             self._handler.lifecycle.begin_request()
-            accepted.entered = True
+            accepted.counted.callback(self._handler.lifecycle.end_request)
             self._client.hold_bytes(len(data))
-            accepted.held = len(data)
+            accepted.counted.callback(self._client.release_bytes, len(data))
         except RequestError as exc:
             error = exc.with_traceback(None)  # a traceback with this frame would be a cycle that keeps the request
         accepted.task = asyncio.ensure_future(self._respond(accepted, header, raw, len(data), error))
@@ -401,15 +401,13 @@ class InferStream:
             message = kserve.ModelStreamInferResponse(error_message=answer.message, infer_response=found)
             return bytes(message.SerializeToString())
         self._client.nbytes += len(answer)
-        accepted.held += len(answer)
+        accepted.counted.callback(self._client.release_bytes, len(answer))
         return answer
 
     def _release(self, accepted: _Accepted) -> None:
         self._accepted.discard(accepted)
         self._window.release()
-        self._client.release_bytes(accepted.held)
-        if accepted.entered:
-            self._handler.lifecycle.end_request()
+        accepted.counted.close()
 
 
 def _id_of(header: bytes) -> str:

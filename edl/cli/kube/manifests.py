@@ -23,8 +23,7 @@ from typing import Any, Final, TypeVar
 
 from edl.cli.kube.workloads import SCRIPT_LABEL
 from edl.errors import SettingsError
-from edl.kube.objects import Object
-from edl.kube.objects import parse_quantity
+from edl.kube.objects import Object, parse_quantity
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS, ResourceType
 from edl.master.kube.members.pods import MANAGED_BY
 from edl.quoting import did_you_mean, quote

@@ -77,8 +77,7 @@ class WorkerMetrics:
 class Metrics(Collector):
     """Collects the counts of a server, in a registry of their own. Only the event loop's thread calls `record_…`."""
 
-    def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self.checks = HealthChecks()
         self._model = model
@@ -113,7 +112,7 @@ class Metrics(Collector):
 
     def find_stall(self, limit_s: float) -> str:
         """Describe a call of the model that exceeds the limit; empty if none does. Callable from any thread."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         for worker in self._workers:
             since_s = worker.computing_since_s
             if since_s is not None and now_s - since_s > limit_s:

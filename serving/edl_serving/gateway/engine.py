@@ -70,9 +70,8 @@ def names_engine(text: str) -> bool:
 
 _CONNECT_S = 5.0
 """Timeout to connect to an engine in the same data centre. With less, two lost packets would make it look dead."""
-_ATTEMPTS = 2
-"""A second attempt is needed if the engine has closed an idle connection. A request that fails twice is an error."""
-_FIRST_WAIT_S, _LAST_WAIT_S = 0.05, 0.5  # long enough for a new connection; students wait meanwhile
+_AGAIN_S = 0.05  # pause before a request is sent again, long enough for a new connection; students wait meanwhile
+_LARGEST_LOOK = 1 << 20  # bytes of an answer to a GET request; a list of models takes a few thousand
 _CONNECTIONS = 256  # more would wait in the engine instead of here
 """Requests in flight at a time: as many sequences as vLLM computes at once by default."""
 _FULL_HINT_MS = 500  # retry hint if a full engine does not send one
@@ -144,9 +143,9 @@ class EngineConnection:
     async def close(self) -> None:
         await self._session.close()
 
-    async def get(self, path: str, timeout_s: float, limit: int = 1 << 20) -> Any:
+    async def get(self, path: str, timeout_s: float) -> Any:
         """Send a GET request once; return the JSON value, or None for an empty answer."""
-        return await self._ask("GET", path, None, timeout_s, limit)
+        return await self._ask("GET", path, None, timeout_s, _LARGEST_LOOK)
 
     async def is_healthy(self) -> bool:
         """Return whether the engine is healthy; a dying vLLM answers pending requests with 500."""
@@ -157,28 +156,27 @@ class EngineConnection:
         return True
 
     async def post(self, path: str, body: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Send a POST request, and repeat it once if the connection breaks, which is safe because answers are the same.
+        """Send a POST request, and repeat it once if the connection breaks: the engine may have closed an idle one.
 
-        Raises `EngineRefusal` or `RequestError`.
+        This is safe because answers are the same. Raises `EngineRefusal` or `RequestError`.
         """
         data = json.dumps(body, separators=(",", ":")).encode()
         try:
-            answer = await asyncio.wait_for(self._post_again(path, data, limit), self._engine.timeout_s)
+            answer = await asyncio.wait_for(self._post_twice(path, data, limit), self._engine.timeout_s)
         except asyncio.TimeoutError:
             raise self._late_error(self._engine.timeout_s) from None
         if not isinstance(answer, dict):
             raise RequestError(grpc.StatusCode.INTERNAL, f"{self._name} answers {path} with JSON that is not an object")
         return answer
 
-    async def _post_again(self, path: str, data: bytes, limit: int) -> Any:
-        backoff = Backoff(_FIRST_WAIT_S, _LAST_WAIT_S, jitter=0.5)
-        while True:
-            try:
-                return await self._ask("POST", path, data, self._engine.timeout_s, limit)
-            except RequestError as error:
-                if error.reason != "engine-lost" or backoff.failures + 1 >= _ATTEMPTS:
-                    raise
-            await asyncio.sleep(backoff.next_wait_s())
+    async def _post_twice(self, path: str, data: bytes, limit: int) -> Any:
+        try:
+            return await self._ask("POST", path, data, self._engine.timeout_s, limit)
+        except RequestError as error:
+            if error.reason != "engine-lost":
+                raise
+        await asyncio.sleep(_AGAIN_S)
+        return await self._ask("POST", path, data, self._engine.timeout_s, limit)
 
     async def _ask(self, method: str, path: str, data: bytes | None, timeout_s: float, limit: int) -> Any:
         import aiohttp

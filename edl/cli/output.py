@@ -33,6 +33,13 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
+def print_note(command: str, words: str) -> None:
+    """Print lines about an event to standard error, after the lines that came before it on standard output."""
+    sys.stdout.flush()
+    for line in words.splitlines():
+        print(f"{command}: {printable(line)}", file=sys.stderr, flush=True)
+
+
 def table(headings: Sequence[str], rows: Iterable[Iterable[str | Text]], numbers: Sequence[str] = ()) -> Table:
     """Return a table without lines; columns in `numbers` are right-aligned. Cells are made `printable`."""
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False)

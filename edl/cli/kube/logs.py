@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 from edl.background import start_call
 from edl.backoff import Backoff
 from edl.cli.kube.workloads import Target, add_cluster_options, find_target, list_pods, open_cluster
-from edl.cli.output import printable
+from edl.cli.output import print_note, printable
 from edl.command_line import CommandParser, at_least
 from edl.dashboard.state.cluster import decode_workload
 from edl.dashboard.state.schema import KubernetesWorkload
@@ -69,9 +69,7 @@ Note: TypeAlias = Callable[[str], None]
 class PhaseObserver:
     """Returns a resource's phase, and passes changes of interest to the user to `note`."""
 
-    def __init__(
-        self, target: Target, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, target: Target, note: Note, clock: Callable[[], float] = time.monotonic) -> None:
         self._target = target
         self._note = note
         self._clock = clock
@@ -331,14 +329,9 @@ class LogFollower:
         self._tail_lines = tail_lines
         self._waiting: queue.Queue[Callable[[], None]] = queue.Queue(_MAX_WAITING)
         self._readers: dict[str, tuple[PodLog, Future[None]]] = {}
-        self._phases = PhaseObserver(target, note)
+        self.phases = PhaseObserver(target, note)
         self._trouble = ""
         self._late: set[str] = set()
-
-    @property
-    def taken_up(self) -> bool:
-        """Whether an operator has handled the job or pool, as far as `run` has seen."""
-        return self._phases.taken_up
 
     def run(self, *, deadline: float | None = None) -> str:
         """Follow until the job has ended and its output is written, or the resource is gone; return the last phase.
@@ -367,7 +360,7 @@ class LogFollower:
             pods = _list_pods(self._client, target, self._member) if self._write is not None else []
             for pool in self._pools:
                 namespace = pool.resource["metadata"]["namespace"]
-                self._phases.check_pool(pool, self._client.get(pool.type, pool.name, namespace))
+                self.phases.check_pool(pool, self._client.get(pool.type, pool.name, namespace))
         except KubernetesError as exc:
             if not self._trouble:
                 self._note(f"{exc}; trying again")
@@ -387,7 +380,7 @@ class LogFollower:
             if not _has_started(pod) and pod.uid not in self._late:
                 self._late.add(pod.uid)
                 self._note(f"{pod.key}: pod {pod.name} has not started yet ({_describe_wait(pod)})")
-        return self._phases.check(found)
+        return self.phases.check(found)
 
     def _follow(self, pod: MemberPod) -> None:
         if any(reader.pod.key == pod.key for reader, _ in self._readers.values()):
@@ -471,8 +464,7 @@ class LogScreen:
 
     def note(self, words: str) -> None:
         """Write a line about an event."""
-        sys.stdout.flush()
-        print(f"edl logs: {printable(words)}", file=sys.stderr, flush=True)
+        print_note("edl logs", words)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from edl.cli.kube.logs import LogFollower, LogScreen
 from edl.cli.kube.manifests import (
@@ -33,7 +32,7 @@ from edl.cli.kube.manifests import (
 )
 from edl.cli.kube.sending import check_manifests, create_all, find_pools
 from edl.cli.kube.workloads import Target, add_cluster_options, open_cluster
-from edl.cli.output import printable
+from edl.cli.output import print_note, printable
 from edl.command_line import CommandParser, at_least, duration
 from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
@@ -105,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the options, and complete those of a job: its name, environment, teachers and template."""
-    parser = _parser(argv)
+    parser = _parser()
     options: argparse.Namespace = parser.parse_args(argv)
     if options.timeout is not None and not (options.wait or options.follow):
         raise SettingsError(f"--timeout {options.timeout:g}s: requires --wait or --follow")
@@ -135,7 +134,7 @@ def _await_end(client: KubeClient, job: Target, pools: Sequence[Target], options
         _note(f"{job} keeps running: `edl logs {job.name} -f` follows it again, `edl delete {job.name}` ends it")
         raise
     if not phase:
-        what = "has not ended" if follower.taken_up else "is not taken up by an operator"
+        what = "has not ended" if follower.phases.taken_up else "is not taken up by an operator"
         _note(f"{job} {what} after {options.timeout:g} s: `edl logs {job.name} -f` follows it again")
         return _EXIT_TIMEOUT
     if phase == "Deleted":
@@ -144,10 +143,7 @@ def _await_end(client: KubeClient, job: Target, pools: Sequence[Target], options
 
 
 def _note(words: str) -> None:
-    sys.stdout.flush()
-    for line in words.splitlines():
-        print(printable(f"edl submit: {line}"), file=sys.stderr)
-    sys.stderr.flush()
+    print_note("edl submit", words)
 
 
 def _check_commands(options: argparse.Namespace) -> None:
@@ -193,16 +189,22 @@ def _refuse_beside_file(parser: argparse.ArgumentParser, options: argparse.Names
     """Refuse options that would be ignored."""
     allowed = ("file", "dry_run", "wait", "follow", "timeout", "namespace", "context", "kubeconfig")
     for name, value in vars(options).items():
-        if name not in allowed and value != parser.get_default(name):
-            option = f"--{name.replace('_', '-')}"
+        if name not in allowed and value not in (parser.get_default(name), []):
+            option = "SCRIPT" if name == "script" else f"--{name.replace('_', '-')}"
             raise SettingsError(f"-f {options.file} and {option}: the file sets everything; omit one of the two")
 
 
-def _parser(argv: Sequence[str]) -> CommandParser:
+def _parser() -> CommandParser:
     parser = CommandParser("edl submit", _DESCRIPTION, _EXAMPLES, _DETAILS)
     parser.usage = "edl submit [OPTIONS] SCRIPT [ARGS...]\n       edl submit -f FILE [--wait | --follow]"
     add = parser.add_argument
-    add("-f", "--file", metavar="FILE", help="jobs and pools in YAML or JSON, instead of SCRIPT; - for standard input")
+    add(
+        "-f",
+        "--file",
+        action=_File,
+        metavar="FILE",
+        help="jobs and pools in YAML or JSON, instead of SCRIPT; - for standard input",
+    )
     add("--dry-run", action="store_true", help="print YAML for `kubectl apply -f -`, and contact no cluster")
     add("--wait", action="store_true", help="return when the job has ended: 0 if it succeeded, 1 if not")
     add("--follow", action="store_true", help="the same, and show the workers' output")
@@ -248,20 +250,16 @@ def _parser(argv: Sequence[str]) -> CommandParser:
     add("--priority-class", default="", metavar="NAME", help="priority class of the pods")
     add("--teacher-image", default="", metavar="IMAGE", help="image of the teachers (default: --image)")
     add("--teacher-gpus", type=at_least(0), metavar="N", help="GPUs of each teacher (default: --gpus)")
-    if not _names_file(argv, parser):
-        add = parser.add_argument
-        add("script", metavar="SCRIPT", help="what `edl run` runs; with -m a module's name")
-        add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
+    add = parser.add_argument
+    add("script", metavar="SCRIPT", help="what `edl run` runs; with -m a module's name")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
     return parser
 
 
-def _names_file(argv: Sequence[str], parser: CommandParser) -> bool:
-    """Return whether `-f` is given before the script: argparse cannot express this alternative to positionals."""
-    flags = [name for name, action in parser._option_string_actions.items() if action.nargs == 0]
-    index = 0
-    while index < len(argv) and argv[index].startswith("-") and argv[index] != "--":
-        if argv[index].startswith(("-f", "--file")):
-            return True
-        attached = "=" in argv[index] or (len(argv[index]) > 2 and not argv[index].startswith("--"))  # -nNAMESPACE
-        index += 1 if attached or argv[index] in flags else 2
-    return False
+class _File(argparse.Action):
+    """Stores the file, and makes SCRIPT optional: argparse cannot express this alternative to positionals."""
+
+    def __call__(self, parser: argparse.ArgumentParser, options: argparse.Namespace, text: Any, *_: object) -> None:
+        options.file = text
+        for action in parser._positionals._group_actions:
+            action.required = False

@@ -189,7 +189,7 @@ def _refuse_beside_file(parser: argparse.ArgumentParser, options: argparse.Names
     """Refuse options that would be ignored."""
     allowed = ("file", "dry_run", "wait", "follow", "timeout", "namespace", "context", "kubeconfig")
     for name, value in vars(options).items():
-        if name not in allowed and value not in (parser.get_default(name), []):
+        if name not in allowed and value != parser.get_default(name):
             option = "SCRIPT" if name == "script" else f"--{name.replace('_', '-')}"
             raise SettingsError(f"-f {options.file} and {option}: the file sets everything; omit one of the two")
 
@@ -198,13 +198,8 @@ def _parser() -> CommandParser:
     parser = CommandParser("edl submit", _DESCRIPTION, _EXAMPLES, _DETAILS)
     parser.usage = "edl submit [OPTIONS] SCRIPT [ARGS...]\n       edl submit -f FILE [--wait | --follow]"
     add = parser.add_argument
-    add(
-        "-f",
-        "--file",
-        action=_File,
-        metavar="FILE",
-        help="jobs and pools in YAML or JSON, instead of SCRIPT; - for standard input",
-    )
+    manifests = "jobs and pools in YAML or JSON, instead of SCRIPT; - for standard input"
+    add("-f", "--file", action=_File, metavar="FILE", help=manifests)
     add("--dry-run", action="store_true", help="print YAML for `kubectl apply -f -`, and contact no cluster")
     add("--wait", action="store_true", help="return when the job has ended: 0 if it succeeded, 1 if not")
     add("--follow", action="store_true", help="the same, and show the workers' output")

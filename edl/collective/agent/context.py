@@ -81,10 +81,6 @@ class ShutdownState:
         message = "the job is done; its last state is not stored" if code == ExitCode.NOT_STORED else self.end.message
         return replace(self.end, exit_code=int(code if code is not None else ExitCode.FAILED), message=message)
 
-    @property
-    def job_over(self) -> bool:
-        return self.joined and self.code in (ExitCode.DONE, ExitCode.FAILED)
-
 
 def store_last_state(
     persister: CheckpointPersister, signals: StopSignals, shutdown: ShutdownState, *, resumable: bool
@@ -137,7 +133,8 @@ def release_host_folder(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownSt
         host.close(keep=spec.resumable)
         return
     keep = shutdown.code not in (ExitCode.DONE, ExitCode.FAILED) and shutdown.is_last_node and spec.resumable
-    host.close(keep, used=shutdown.joined, ended=shutdown.job_over)
+    ended = shutdown.joined and shutdown.code in (ExitCode.DONE, ExitCode.FAILED)
+    host.close(keep, used=shutdown.joined, ended=ended)
 
 
 # --- Opening and closing everything ---

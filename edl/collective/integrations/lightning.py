@@ -170,15 +170,10 @@ def _pack_metric(metric: Any) -> dict[str, Any]:
 
 def _unpack_metric(metric: Any, packed: dict[str, Any]) -> None:
     for name, value in packed["state"].items():
-        setattr(
-            metric, name, [_moved(item, metric) for item in value] if isinstance(value, list) else _moved(value, metric)
-        )
+        moved = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
+        setattr(metric, name, moved)
     metric._update_count = packed["updates"]
     metric._computed = None
-
-
-def _moved(tensor: torch.Tensor, metric: Any) -> torch.Tensor:
-    return tensor.to(metric.device)
 
 
 def keeps_place(loader: Any) -> bool:

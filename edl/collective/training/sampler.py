@@ -48,12 +48,6 @@ def batch_size_at(position: int, length: int, batch: int, tail: Tail) -> int:
     return batch if tail == "pad" or left >= batch else 0
 
 
-def batches_left(position: int, length: int, batch: int, tail: Tail) -> int:
-    """Return how many global batches begin at `position` or later, with the arguments of `batch_size_at`."""
-    left = max(length - position, 0)
-    return left // batch if tail == "drop" else -(-left // batch)
-
-
 def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
     """Return the positions in a global batch of `samples` samples that a rank trains.
 
@@ -315,7 +309,8 @@ class ElasticSampler(Sampler[list[int]]):
             end = next((at for at, _ in self._sizes if at > position), self.length)
             size = self._size_at(position)
             if end >= self.length:
-                return count + batches_left(position, self.length, size, self.tail)
+                left = max(self.length - position, 0)
+                return count + (left // size if self.tail == "drop" else -(-left // size))
             steps = -(-(end - position) // size)
             count, position = count + steps, position + steps * size
         return count

@@ -16,7 +16,6 @@ from edl.collective.job_records import Node as NodeRecord
 from edl.collective.job_records import prefix
 from edl.discovery import open_store
 from tests.certificates import Authority
-from tests.jobs.collective.checkpoint.test_stored_jobs import SCRIPT, wait_for_replicas
 from tests.jobs.collective.job import ROOT, TRAIN_STATE, Job
 from tests.plugins_consul import free_ports
 from tests.waiting import wait_until
@@ -36,9 +35,15 @@ def own_name() -> str:
 
 
 def test_run_meets_at_an_endpoint(tmp_path: Path) -> None:
-    """The first node waits for the store; who serves it dies, and another agent of its host goes on with the job."""
-    url = f"edl://{own_name()}:{free_ports(1)[0]}"
-    with Job(tmp_path, ("--nnodes", "1:3", "--lease-ttl", "30"), store=url) as job:
+    """The first node waits for the store; who serves it dies, and another agent of its host goes on with the job.
+
+    All over TLS.
+    """
+    url, ca = f"edl://{own_name()}:{free_ports(1)[0]}", Authority()
+    saved = ca.issue("agents.example").save(tmp_path)
+    options = ("--nnodes", "1:3", "--lease-ttl", "30", "--tls-ca", ca.save(tmp_path))
+    tls = ("--tls-server-name", "agents.example", "--tls-cert", saved["cert"], "--tls-key", saved["key"])
+    with Job(tmp_path, options + tls, store=url) as job:
         elsewhere = job.start(*OTHER_HOST)
         wait_until(lambda: "waiting for the store at" in elsewhere.output, "it says what it waits for")
         server = job.start()
@@ -98,26 +103,6 @@ def test_unnamed_job_is_its_command(tmp_path: Path) -> None:
                 node.wait()
         job.end()
         assert node.wait() == ExitCode.DONE
-
-
-def test_run_with_tls(tmp_path: Path) -> None:
-    """The store is served, replicas arrive, and the death of an agent is seen though its lease lasts."""
-    ca = Authority()
-    saved = ca.issue("agents.example").save(tmp_path)
-    options = (
-        *("--nnodes", "1:2", "--lease-ttl", "600"),
-        *("--tls-ca", ca.save(tmp_path), "--tls-server-name", "agents.example"),
-        *("--tls-cert", saved["cert"], "--tls-key", saved["key"]),
-    )
-    url = f"edl://127.0.0.1:{free_ports(1)[0]}"
-    with Job(tmp_path, options, [str(SCRIPT), str(tmp_path)], url, environ={"PYTHONPATH": str(ROOT)}) as job:
-        nodes = [job.start() for _ in range(2)]
-        first = job.wait_for_world(2)[0].generation
-        wait_for_replicas(job, first, nodes)
-        assert not any("did not accept a replica" in node.output for node in nodes)
-        at = time.monotonic()
-        nodes[1].signal_all(signal.SIGKILL)
-        job.wait_for_world(1, after=at)
 
 
 def test_waiting_and_missing_nodes(tmp_path: Path) -> None:

@@ -105,22 +105,6 @@ def test_modules_and_programs(job: Job, tmp_path: Path) -> None:
     assert "program 0 of 1: --x y" in said
 
 
-def test_other_interpreter(job: Job, tmp_path: Path) -> None:
-    interpreter = tmp_path / "python"
-    interpreter.write_text(f'#!/bin/sh\nprintf "given %s\\n" "$*"\nexec {sys.executable} "$@"\n')
-    interpreter.chmod(0o755)
-    (tmp_path / "show.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], sys.argv)\n")
-    job.environ["PYTHON_EXEC"] = str(interpreter)
-    code, said = job.run("-m", command=["show", "--x"])
-    assert code == 0, said
-    assert "given -u -m show --x" in said
-    assert f"rank 0 ['{tmp_path / 'show.py'}', '--x']" in said
-    job.name += "-absent"
-    job.environ["PYTHON_EXEC"] = str(tmp_path / "absent")
-    code, said = job.run(command=["show.py"])
-    assert (code, "there is no such program" in said) == (2, True), said
-
-
 def test_fork_that_never_begins_is_replaced(tmp_path: Path) -> None:
     """A lock that only the agent's process for forking ever holds is not found out by trying a fork before."""
     (tmp_path / "stuck.py").write_text("""

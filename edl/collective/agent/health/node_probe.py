@@ -73,11 +73,14 @@ def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
     return min(int(store.get(f"gpus/{other}")) for other in range(world_size))
 
 
-def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, devices: Sequence[torch.device]) -> float:
-    """Sum over all ranks, once per device, in process groups from `make`. Returns seconds of the slowest device."""
-    times = []
+def check_sum(store: Store, rank: int, world_size: int, devices: Sequence[torch.device], timeout_s: float) -> float:
+    """Sum over all ranks, once per device, in a process group each. Returns seconds of the slowest device."""
+    times, timeout = [], timedelta(seconds=timeout_s)
     for number, device in enumerate(devices or [torch.device("cpu")]):
-        make("nccl" if device.type == "cuda" else "gloo", PrefixStore(f"sum/{number}", store), device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend, own = "nccl" if device.type == "cuda" else "gloo", PrefixStore(f"sum/{number}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
         times.append(_sum(device))
         dist.destroy_process_group()
     return max(times)
@@ -127,21 +130,10 @@ def main(task: dict[str, Any]) -> None:
     if world_size == 1:
         _report({"reduce_s": 0.0})
         return
-    rank = task["rank"]
-    store = TCPStore(task["host"], task["port"], is_master=False, timeout=_timeout(task))
-
-    def make_group(backend: str, own: Any, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=_timeout(task))
-
-    gpus = len(devices) if devices[0].type == "cuda" else 0
-    common = agree_on_gpus(store, rank, world_size, gpus)
-    _report({"reduce_s": check_sum(make_group, store, devices[:common])})
-
-
-def _timeout(task: dict[str, Any]) -> timedelta:
-    return timedelta(seconds=task["timeout_s"])
+    rank, timeout_s = task["rank"], task["timeout_s"]
+    store = TCPStore(task["host"], task["port"], is_master=False, timeout=timedelta(seconds=timeout_s))
+    common = agree_on_gpus(store, rank, world_size, len(devices) if devices[0].type == "cuda" else 0)
+    _report({"reduce_s": check_sum(store, rank, world_size, devices[:common], timeout_s)})
 
 
 def _report(result: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import fnmatch
+import glob
 import json
 import logging
 import os
@@ -37,7 +38,7 @@ _RELEASE_POLL_S: Final = 0.005  # between two checks of processes about to end, 
 
 def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
     """Return processes in `groups` that have a GPU open: pid to start time in ticks, a pair that never recurs."""
-    if not groups or not any(_exists(pattern) for pattern in devices):
+    if not groups or not any(map(glob.glob, devices)):
         return {}
     found = {}
     for path in Path("/proc").iterdir():
@@ -57,13 +58,6 @@ def wait_for_release(holders: dict[int, str], deadline: float) -> bool:
             return False
         time.sleep(_RELEASE_POLL_S)
     return True
-
-
-def _exists(pattern: str) -> bool:
-    folder, _, name = pattern.rpartition("/")
-    with contextlib.suppress(OSError):
-        return any(fnmatch.fnmatchcase(path.name, name) for path in Path(folder).iterdir())
-    return False
 
 
 def _has_open(process: Path, devices: Sequence[str]) -> bool:

@@ -21,12 +21,13 @@ import pytest
 
 from edl.cli import main
 from edl.collective.agent.command_line import endpoint as endpoint_module
-from edl.collective.agent.command_line.cli import _command, _launch
+from edl.collective.agent.command_line.cli import _command, _launch, _program
 from edl.collective.agent.command_line.endpoint import RendezvousEndpoint, own_address, warn_of_slow_name
 from edl.collective.agent.command_line.options import parse_options, parser
 from edl.collective.agent.command_line.served_store import keep_for_later, served_store
 from edl.collective.agent.command_line.slurm import SlurmStep, TaskRuns
 from edl.collective.agent.ending import StopSignals
+from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.host import KEPT
 from edl.errors import DiscoveryError, SettingsError
@@ -122,6 +123,19 @@ def test_nobody_joins_a_job_without_a_name(folders: tuple[Path, Path]) -> None:
         assert (alone.resumable, named.resumable) == (False, True)
         with pytest.raises(SettingsError, match="no other node can join"):
             _launch(parse_options(["--rdzv-id", alone.job, script], None), {}, "sqlite:///store", stack)
+
+
+def test_other_interpreter(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folders[0])
+    interpreter = tmp_path / "python"
+    interpreter.touch(0o755)
+    monkeypatch.setenv("PYTHON_EXEC", str(interpreter))
+    for options, given in (([], ("-u", "train.sh", "--x")), (["-m"], ("-u", "-m", "train.sh", "--x"))):
+        found = _program(parse_options([*options, "train.sh", "--x"], None))
+        assert found == ProgramSpec("program", str(interpreter), given)
+    monkeypatch.setenv("PYTHON_EXEC", str(tmp_path / "absent"))
+    with pytest.raises(SettingsError, match="absent': there is no such program"):
+        _program(parse_options(["train.sh"], None))
 
 
 def test_rendezvous_pairs_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:

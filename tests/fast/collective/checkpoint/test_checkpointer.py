@@ -66,18 +66,6 @@ def test_hung_world_goes_back_a_state(sharded: bool) -> None:
     assert chosen(offers, before=8).step == 9, "there is nothing earlier"
 
 
-def test_a_sharded_state_needs_all_its_parts() -> None:
-    newer = [SlotHeader(1, 9, 2, 0, sharded=True)]
-    older = [SlotHeader(1, 8, 2, rank, sharded=True) for rank in range(2)]
-    choice = chosen([[*newer, older[0]], [older[1]]])
-    assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1))
-
-
-def test_sharded_state_in_another_world() -> None:
-    choice = chosen([[SlotHeader(1, 8, 2, 0, sharded=True)], [SlotHeader(1, 8, 2, 1, sharded=True)], []])
-    assert (choice.holders, choice.sources) == ((0, 1), ())
-
-
 # Four ranks: 0 and 2 hold the same shards, 1 and 3 the other ones.
 _HSDP = [SlotHeader(1, 8, 4, rank, sharded=True) for rank in range(4)]
 _SAME = {header: (header.rank % 2, header.rank % 2 + 2) for header in _HSDP}

@@ -220,10 +220,10 @@ def world_of(generation: int, agents: dict[str, Replicator]) -> World:
 
 @pytest.fixture
 def agents(stack: contextlib.ExitStack, tmp_path: Path, said: list[str]) -> dict[str, Replicator]:
+    """What three agents do for replicas, over TLS."""
+    how = {"secret": lambda: SECRET, "say": said.append, "tls": tls_of(tmp_path / "tls")}
     made = {
-        name: Replicator(
-            name, tmp_path / name, [tmp_path / f"slots-{name}"], lambda: SECRET, said.append, ReplicationSchedule(0)
-        )
+        name: Replicator(name, tmp_path / name, [tmp_path / f"slots-{name}"], schedule=ReplicationSchedule(0), **how)
         for name in "abc"
     }
     for one in made.values():

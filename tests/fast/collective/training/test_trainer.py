@@ -250,16 +250,6 @@ def test_skipped_step_counts_samples() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
-def test_gradients_can_be_read_before_step() -> None:
-    trainer, model, _ = setup(max_micro_batch=2, clip_norm=0.01)
-    for inputs, targets in trainer.micro_batches(rows(8)):
-        trainer.backward(nn.functional.mse_loss(model(inputs), targets))
-    trainer.synchronize()
-    norm = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]).norm()
-    assert float(norm) == pytest.approx(0.01, rel=1e-3)
-    trainer.step()
-
-
 TRUTH = torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64)
 SPREADS = torch.tensor([3.0, 1.0, 0.2], dtype=torch.float64)
 

@@ -17,25 +17,6 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_two_jobs_at_one_place(tmp_path: Path) -> None:
-    """One after the other: the second goes on where the first has ended, as a run of its own."""
-    url, last = tmp_path / "checkpoints", -1
-    for attempt in range(2):
-        folder = tmp_path / f"job{attempt}"
-        options = ("--nnodes", "2", "--lease-ttl", "60", "--checkpoint", str(url), "--checkpoint-interval", "1000")
-        with Job(folder, options=options, command=[str(TRAIN_STATE), str(folder)]) as job:
-            nodes = [job.start(), job.start()]
-            assert job.wait_for_world(2)[0].step == last + 1
-            job.end()
-            assert [node.wait() for node in nodes] == [0, 0]
-            last = max(one.step for one in job.steps())
-            assert any(f"stored the state after step {last}" in node.output for node in nodes)
-            job.nothing_is_left()
-        assert all((path / "manifest.json").exists() for path in url.iterdir())
-        assert len({path.name.partition(".r-")[2] for path in url.iterdir()}) == attempt + 1, "runs of their own"
-        assert newest_stored(url) == last
-
-
 def test_unstored_last_state_is_stored_later(tmp_path: Path) -> None:
     """The storage is gone when the job is done. Its agent is killed, one leaves without it, and one stores it."""
     url, folder = tmp_path / "checkpoints", tmp_path / "job"
@@ -67,6 +48,15 @@ def test_unstored_last_state_is_stored_later(tmp_path: Path) -> None:
         assert len(list(url.glob("step-*/manifest.json"))) == 1
         job.nothing_is_left()
         assert "stored the state" not in job.run()[1]
+
+    last, folder = newest_stored(url), tmp_path / "next"
+    with Job(folder, options=options, command=[str(TRAIN_STATE), str(folder)]) as job:
+        node = job.start()
+        assert job.wait_for_world(1)[0].step == last + 1, "another job at the same place goes on from there"
+        job.end()
+        assert node.wait() == 0
+    assert newest_stored(url) > last
+    assert len({path.name.partition(".r-")[2] for path in url.iterdir()}) == 2, "as a run of its own"
 
 
 def test_older_memory_gives_way_to_storage(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from edl.collective.training.learning_rate import AdaScale, SquareRoot
 from edl.collective.training.sampler import ElasticSampler
 from edl.collective.training.trainer import ElasticTrainer
 from edl.collective.training.tuner import AutoBatch
-from edl.errors import SettingsError
 
 
 @dataclass(frozen=True)
@@ -367,12 +365,3 @@ def tagged(group: dist.ProcessGroup, rank: int, world: int, ddp: bool, counted: 
             trainer.backward(_token_loss(wrapped(some_ids), some_labels))
         trainer.step()
     return [one.detach() for one in model.parameters()]
-
-
-def weighed_wrongly(group: dist.ProcessGroup, rank: int, world: int) -> str:
-    """The error of a step in which the last rank's weights are wrong."""
-    model = Plain().double()
-    trainer = ElasticTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=2 * world, group=group)
-    with pytest.raises(SettingsError) as failure:
-        trainer.micro_batches(data(2)[0], weights=[1.0, -1.0 if rank == world - 1 else 1.0])
-    return str(failure.value)

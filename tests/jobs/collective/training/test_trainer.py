@@ -132,11 +132,6 @@ def test_tokens_weigh_the_same(ranks: RanksPool, world: int, ddp: bool, counted:
     assert_same(ranks.run(world, cases.tagged, ddp, counted), cases.tagged_alone())
 
 
-def test_weights_that_are_none_are_refused(ranks: RanksPool) -> None:
-    """On all ranks alike: none waits for one that has failed."""
-    assert [words.partition(":")[0] for words in ranks.run(3, cases.weighed_wrongly)] == ["weights= of rank 2"] * 3
-
-
 def test_ranks_agree_on_an_automatic_batch(ranks: RanksPool) -> None:
     """However far each has read ahead."""
     found = ranks.run(3, cases.automatic)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -78,42 +77,6 @@ def test_deadly_import_is_left_to_workers(tmp_path: Path) -> None:
         workers.warm_up()
         assert "died while it imported (exit code 3" in workers.import_failures
         assert not workers.prewarmed
-
-
-DRAW = "import random; open(os.environ['OUT'], 'w').write(str(random.random()))"
-FILES = """
-files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
-names = [os.readlink(file) for file in files if os.path.exists(file)]
-open(os.environ["OUT"], "w").write(repr([name for name in names if "socket" in name or "pipe" in name]))
-"""
-
-
-def test_ends_are_told_with_their_status(tmp_path: Path) -> None:
-    """Also: no file of the agent's is open in a worker, and workers draw different random numbers."""
-    out, script = tmp_path / "out", "import os, sys; exec(os.environ['DO'])"
-    with socket.create_server(("127.0.0.1", 0)), workers_of(tmp_path, script) as (workers, heard):
-        drawn = []
-        for do, status in [
-            (FILES, 0),
-            (DRAW, 0),
-            (DRAW, 0),
-            ("sys.exit(3)", 3),
-            ("os.kill(os.getpid(), 9)", -9),
-            ("1/0", 1),
-            ("os._exit(0)", 0),
-        ]:
-            environ = {"DO": do, "OUT": str(out), "EDL_STDERR": str(tmp_path / "err")}
-            workers.fork_workers(7, {2: ForkRequest(environ)})
-            event = heard.get(timeout=DEADLINE_S)
-            assert isinstance(event, WorkerExit)
-            assert (event.generation, event.local_rank, event.status) == (7, 2, status)
-            drawn.append(out.read_text())
-        assert workers.running == {}
-    assert drawn[0] == "[]"
-    assert drawn[1] != drawn[2]
-    text = (tmp_path / "err").read_text()
-    assert "ZeroDivisionError" in text
-    assert "zygote.py" not in text, "only frames of the script are shown"
 
 
 HOLDER = """

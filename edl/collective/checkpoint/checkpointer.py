@@ -80,8 +80,8 @@ def _steps(wanted: float) -> int:
 NO_STEP: Final = -1  # what `Checkpointer.restore` returns if there is nothing to restore
 OVERHEAD: Final = 0.01  # smaller than the differences between runs on different days
 STORE_EVERY_S: Final = 300.0  # the most training time that is lost if all hosts fail at once
-PAUSE_S: Final = 60.0  # longer than a new worker's imports take on a busy machine
-AGENT_S: Final = 600.0  # an agent that was stopped by hand or swapped out responds within minutes
+_PAUSE_S: Final = 60.0  # for the agent during a pause; longer than a new worker's imports take on a busy machine
+_AGENT_S: Final = 600.0  # for a silent agent: one that was stopped by hand or swapped out responds within minutes
 CLOSE_S: Final = 600.0  # for the last state: enough for tens of gigabytes on a slow storage
 _POLL_S: Final = 0.005  # short next to a recovery, which takes some 100 ms
 _UNATTENDED_S: Final = 1.0  # about the lease after which other nodes consider this one dead
@@ -110,8 +110,6 @@ class Checkpointer:
         storage_interval_s: Seconds between two stored states. Default: `EDL_CHECKPOINT_INTERVAL_S`, or else 300.
         keep: Number of checkpoints to keep on storage, if this process writes them itself.
         overlap: Removed; True raises `SettingsError`.
-        pause_s: Seconds to wait for the agent during a pause, before training continues.
-        agent_s: Seconds to wait for an agent that gives no sign of life, before `save` raises `TemporaryError`.
         slots: Shared memory to save to. Default: the slots that `EDL_SLOTS` names, or else private ones.
         board: Page on which to report to the agent. Default: the page that `EDL_BOARD` names, or else none.
         group: Process group whose ranks hold the state together. Default: torch's default group, if there is one.
@@ -131,8 +129,6 @@ class Checkpointer:
         storage_interval_s: float | None = None,
         keep: int = 3,
         overlap: Literal[False] = False,
-        pause_s: float = PAUSE_S,
-        agent_s: float = AGENT_S,
         slots: SlotPair | None = None,
         board: WorkerStatusPage | None = None,
         group: Group = None,
@@ -170,8 +166,6 @@ class Checkpointer:
         self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
         self._stored_at = time.monotonic()
         self._store_next = False
-        self._pause_s = pause_s
-        self._agent_s = agent_s
         self._writer = SlotWriter()
         self._run = new_run_id()
         self._slots.remove_mark()
@@ -499,14 +493,12 @@ class Checkpointer:
         return bool(self._holders) and self._holders <= set(range(first, first + count))
 
     def _pause(self, step: int) -> None:
-        """Wait until the agent stops this worker or withdraws its request, at most `pause_s` seconds."""
+        """Wait until the agent stops this worker or withdraws its request, for a limited time."""
         self._status_page.record_pause(step)
-        deadline = time.monotonic() + self._pause_s
+        deadline = time.monotonic() + _PAUSE_S
         while self._status_page.is_pause_requested(step):
             if time.monotonic() > deadline:
-                logger.warning(
-                    "paused after step %d for %.0f s, and the agent did nothing: continuing", step, self._pause_s
-                )
+                logger.warning("paused after step %d for %.0f s, and the agent did nothing: continuing", step, _PAUSE_S)
                 break
             time.sleep(_POLL_S)
         self._status_page.record_resume()
@@ -517,7 +509,7 @@ class Checkpointer:
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
         )
         with self._status_page.in_phase(Phase.PAUSE):
-            deadline = time.monotonic() + self._agent_s
+            deadline = time.monotonic() + _AGENT_S
             while self._status_page.agent_silence_s > _UNATTENDED_S:
                 if time.monotonic() > deadline:
                     # An agent that responds again recognizes this message, and does not count it as the script's error.

@@ -224,7 +224,6 @@ def send_states(
     *,
     stopping: Callable[[], bool] = lambda: False,
     tls: PeerTLS | None = None,
-    operation_s: float = _OPERATION_S,
 ) -> None:
     """Send the states of a node's workers, by local rank. When this returns, the receiver has all of them.
 
@@ -235,14 +234,14 @@ def send_states(
     """
     where = f"the agent at {address[0]}:{address[1]}"
     with translate_errors(where), ExitStack() as stack:
-        connection = stack.enter_context(socket.create_connection(address, timeout=operation_s))
+        connection = stack.enter_context(socket.create_connection(address, timeout=_OPERATION_S))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             wrapped = stack.enter_context(tls.wrap(connection, address[0]))
             tls.handshake(wrapped, HANDSHAKE_S)
             stack.enter_context(tls.explained())  # TLS 1.3: the other side refuses a certificate later
             connection = wrapped
-        link = AuthenticatedConnection(connection, secret, sending=True, timeout_s=operation_s)
+        link = AuthenticatedConnection(connection, secret, sending=True, timeout_s=_OPERATION_S)
         for local_rank, state in enumerate(states):
             _send_state(link, node, local_rank, state, stopping)
 
@@ -306,15 +305,11 @@ class ReplicaServer:
         say: Callable[[str], None],
         *,
         tls: PeerTLS | None = None,
-        operation_s: float = _SENDER_S,
-        share_of_free: float = _SHARE_OF_FREE,
     ) -> None:
         self._folder = folder
         self._secret = secret
         self._say = say
         self._tls = tls
-        self._operation_s = operation_s
-        self._share_of_free = share_of_free
         self._listening = open_listener()
         self.port: int = self._listening.getsockname()[1]
         self._lock = threading.Lock()
@@ -366,7 +361,7 @@ class ReplicaServer:
         return 0.0
 
     def _serve_agent(self, connection: socket.socket) -> None:
-        link = AuthenticatedConnection(connection, self._secret(), sending=False, timeout_s=self._operation_s)
+        link = AuthenticatedConnection(connection, self._secret(), sending=False, timeout_s=_SENDER_S)
         while True:
             try:
                 announcement = ReplicaAnnouncement.decode(link.receive_frame())
@@ -407,8 +402,8 @@ class ReplicaServer:
         there = sum(path.stat().st_size for path in self._folder.path.glob(f"{prefix.name}.[01]"))
         memory = os.statvfs(self._folder.path)
         free = memory.f_bavail * memory.f_frsize
-        if nbytes - there > self._share_of_free * free:
-            return f"{nbytes:,} bytes are more than {self._share_of_free:.0%} of the {free:,} bytes of free memory"
+        if nbytes - there > _SHARE_OF_FREE * free:
+            return f"{nbytes:,} bytes are more than {_SHARE_OF_FREE:.0%} of the {free:,} bytes of free memory"
         return ""
 
 

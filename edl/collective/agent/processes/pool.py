@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -36,16 +36,16 @@ GPU_DEVICES: Final = ("/dev/nvidia[0-9]*", "/dev/kfd")  # files that a process o
 _RELEASE_POLL_S: Final = 0.005  # between two checks of processes about to end, for which recovery waits
 
 
-def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
+def find_holders(groups: Collection[int]) -> dict[int, str]:
     """Return processes in `groups` that have a GPU open: pid to start time in ticks, a pair that never recurs."""
-    if not groups or not any(map(glob.glob, devices)):
+    if not groups or not any(map(glob.glob, GPU_DEVICES)):
         return {}
     found = {}
     for path in Path("/proc").iterdir():
         if not path.name.isdigit():
             continue
         fields = read_stat(int(path.name))
-        if fields and int(fields[2]) in groups and _has_open(path, devices):
+        if fields and int(fields[2]) in groups and _has_open(path):
             found[int(path.name)] = fields[19]
     return found
 
@@ -60,12 +60,12 @@ def wait_for_release(holders: dict[int, str], deadline: float) -> bool:
     return True
 
 
-def _has_open(process: Path, devices: Sequence[str]) -> bool:
+def _has_open(process: Path) -> bool:
     with contextlib.suppress(OSError):
         for link in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
                 target = str(link.readlink())
-                if any(fnmatch.fnmatchcase(target, pattern) for pattern in devices):
+                if any(fnmatch.fnmatchcase(target, pattern) for pattern in GPU_DEVICES):
                     return True
     return False
 
@@ -120,7 +120,6 @@ class WorkerProcesses:
         program: ProgramSpec,
         report: Callable[[WorkerExit | ZygoteLost], None],
         environ: Mapping[str, str] | None = None,
-        gpu_devices: Sequence[str] = GPU_DEVICES,
     ) -> None:
         self._program = program
         self._report = report
@@ -131,7 +130,6 @@ class WorkerProcesses:
         )  # generation and local rank of workers not yet forked
         self._running: dict[int, tuple[int, int]] = {}  # generation and local rank, by process id
         self._ended: set[int] = set()  # ended since the last `replace_workers`; their children may hold a GPU
-        self._gpu_devices = gpu_devices
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: PreloadResult | None = None
         self._lost = True
@@ -217,7 +215,7 @@ class WorkerProcesses:
         """Kill the workers and fork new ones, at once unless GPU memory must be released first."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            holders = find_holders(self._ended.union(self._running), self._gpu_devices)
+            holders = find_holders(self._ended.union(self._running))
             self._ended.clear()
             for pid in self._running:
                 _kill(pid)

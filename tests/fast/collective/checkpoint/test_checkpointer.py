@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import edl.collective
 from edl.collective.agent.health.failures import ExitCause, find_exit_cause
+from edl.collective.checkpoint import checkpointer as checkpointer_module
 from edl.collective.checkpoint import evaluator as evaluator_module
 from edl.collective.checkpoint.checkpointer import Checkpointer, SaveSchedule
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending
@@ -168,10 +169,11 @@ def test_pause_saves_and_waits(tmp_path: Path, agent: WorkerStatusPage) -> None:
 
 
 def test_nobody_is_waited_for_for_ever(
-    tmp_path: Path, agent: WorkerStatusPage, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, agent: WorkerStatusPage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(checkpointer_module, "_PAUSE_S", 0.01)
     agent.request_pause(0)
-    with worker(tmp_path, State(epoch=0), pause_s=0.01) as checkpointer:
+    with worker(tmp_path, State(epoch=0)) as checkpointer:
         checkpointer.save(0)
     assert "the agent did nothing" in caplog.text
     assert agent.read_status().phase is Phase.TRAIN
@@ -228,8 +230,11 @@ def test_failed_block_saves_nothing(tmp_path: Path, agent: WorkerStatusPage, err
     assert steps(tmp_path) == [4, 0]
 
 
-def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    with worker(tmp_path, State(epoch=0), agent_s=0.3) as checkpointer:
+def test_silent_agent_is_not_waited_for(
+    tmp_path: Path, agent: WorkerStatusPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer_module, "_AGENT_S", 0.3)
+    with worker(tmp_path, State(epoch=0)) as checkpointer:
         agent.record_agent_heartbeat(0.001)  # when the machine was started
         with pytest.raises(TemporaryError, match="agent of this node was silent") as raised:
             checkpointer.save(0)

@@ -386,8 +386,9 @@ class Proxy(TcpProxy):
         super()._copy(source, sink)
 
 
-def test_changed_transfer_keeps_old_state(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
-    receiver, rng = receive(operation_s=5.0), random.Random(3)
+def test_changed_transfer_keeps_old_state(tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_SENDER_S", 5.0)
+    rng = random.Random(3)
     receiver.send(keep(tmp_path / "kept", 1, 50_000))
     for attempt in range(12):
         state, at = keep(tmp_path / f"kept-{attempt}", 2, 50_000), rng.randrange(50_500)
@@ -413,8 +414,8 @@ def test_overwritten_state_does_not_arrive(tmp_path: Path, receiver: Receiver) -
     assert receiver.folder.find_replicas() == []
 
 
-def test_too_much_is_refused(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
-    receiver = receive(share_of_free=1e-12)
+def test_too_much_is_refused(tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_SHARE_OF_FREE", 1e-12)
     with pytest.raises(ReplicaRefusedError, match="bytes of free memory"):
         receiver.send(keep(tmp_path / "kept", 1, 1000))
     assert receiver.folder.slot_prefixes() == []
@@ -483,8 +484,11 @@ def test_stranger_is_refused(
     assert receiver.folder.slot_prefixes() == []
 
 
-def test_silent_caller_does_not_delay_close(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
-    receiver = receive(tls=tls_of(tmp_path / "tls"), operation_s=DEADLINE_S)
+def test_silent_caller_does_not_delay_close(
+    tmp_path: Path, receive: Callable[..., Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_SENDER_S", DEADLINE_S)
+    receiver = receive(tls=tls_of(tmp_path / "tls"))
     with socket.create_connection(("127.0.0.1", receiver.server.port)):
         receiver.server.close()
     assert receiver.said == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from edl.collective.agent.health.failures import read_error_file
+from edl.collective.agent.processes import pool
 from edl.collective.agent.processes import preload as preload_module
 from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.preload import ProgramImports, find_fork_hazard, preload_modules, scan_imports
@@ -28,13 +29,11 @@ Events = queue.Queue[WorkerExit | ZygoteLost]
 
 
 @contextlib.contextmanager
-def workers_of(
-    folder: Path, script: str, gpu_devices: tuple[str, ...] = ()
-) -> Iterator[tuple[WorkerProcesses, Events]]:
+def workers_of(folder: Path, script: str) -> Iterator[tuple[WorkerProcesses, Events]]:
     (folder / "script.py").write_text(textwrap.dedent(script))
     heard: Events = queue.Queue()
     program = ProgramSpec("script", str(folder / "script.py"), ("x",), prewarm=False)
-    workers = WorkerProcesses(program, heard.put, gpu_devices=gpu_devices)
+    workers = WorkerProcesses(program, heard.put)
     try:
         workers.warm_up()
         yield workers, heard
@@ -125,11 +124,12 @@ def test_text_of_an_exit_is_the_cause(
     assert words in ended.stderr
 
 
-def test_worker_waits_for_gpu_memory(tmp_path: Path) -> None:
+def test_worker_waits_for_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file in the place of a GPU's device: whoever has it open has ended before a new worker's first line."""
     device = tmp_path / "nvidia0"
     device.touch()
-    with workers_of(tmp_path, HOLDER, gpu_devices=(str(tmp_path / "nvidia[0-9]*"),)) as (workers, _):
+    monkeypatch.setattr(pool, "GPU_DEVICES", (str(tmp_path / "nvidia[0-9]*"),))
+    with workers_of(tmp_path, HOLDER) as (workers, _):
         workers.fork_workers(0, {0: ForkRequest({"OUT": str(tmp_path / "out-0"), "DEVICE": str(device)})})
         before = pids_in(tmp_path / "out-0")
         environ = {"OUT": str(tmp_path / "out-1"), "BEFORE": " ".join(map(str, before))}

@@ -5,16 +5,20 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 
-from edl.distill import Options, Scorer, Teachers, on_policy
-from edl.errors import NoTeacherError, SettingsError, SourceError
+from edl.distill import Options, Policy, Scorer, Teachers, on_policy
+from edl.distill.pipeline.chunk_labeller import ChunkLabeller
+from edl.distill.source.chunk import Chunk
+from edl.errors import BadOutputError, ClosedError, NoTeacherError, SettingsError, SourceError, TemporaryError
 from edl.testing.models import prefix_scores_of
-from tests.fast.distill.conftest import Serve, Served
-from tests.fast.distill.sequences.language_model import VOCABULARY, check_labels, sequences
+from tests.fast.distill.conftest import Register, Serve, Served
+from tests.fast.distill.sequences.language_model import VOCABULARY, PrefixModel, check_labels, sequences
 from tests.waiting import DEADLINE_S, wait_until
 
 
@@ -82,6 +86,138 @@ def test_scorer_follows_a_new_version(serve: Serve, mixed: Any) -> None:
             check_labels([1, 2, 3], scorer.score([[1, 2, 3]]).result(DEADLINE_S)[0])
         served.close()
     scorer.close()
+
+
+# Calls end, each with its own labels or its own error, whatever becomes of the others.
+
+
+class HeldModel(PrefixModel):
+    """Holds each answer until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def predict_top_k(self, inputs: Any, k: int, temperature: float) -> Any:
+        assert self.go.wait(DEADLINE_S)
+        return super().predict_top_k(inputs, k, temperature)
+
+
+@pytest.fixture
+def held(serve: Serve, stack: ExitStack) -> tuple[HeldModel, str]:
+    """A model that holds its answers, and its teacher's endpoint."""
+    model = HeldModel()
+    endpoint = serve(model, {"max_batch_rows": 512}).endpoint
+    stack.callback(model.go.set)
+    return model, endpoint
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each request that a scorer has begun to send."""
+    rows: list[int] = []
+    submit = ChunkLabeller.submit
+
+    def noting(labeller: ChunkLabeller, chunk: Chunk, *rest: Any) -> int:
+        rows.append(chunk.rows)
+        return submit(labeller, chunk, *rest)
+
+    monkeypatch.setattr(ChunkLabeller, "submit", noting)
+    return rows
+
+
+def text(length: int) -> np.ndarray:
+    return np.arange(length) + 100 * length
+
+
+def test_tokens_under_way_are_bounded(held: tuple[HeldModel, str], sent: list[int]) -> None:
+    """Beyond `max_tokens` goes what is larger alone, and nothing beside it; a call that is cancelled makes room."""
+    model, endpoint = held
+    with Scorer(endpoint, top_k=4, request_tokens=10, max_tokens=20) as scorer:
+        first, second, third = scorer.score([text(15)]), scorer.score([text(9), text(9)]), scorer.score([text(30)])
+        wait_until(lambda: sent == [15])
+        assert first.cancel()
+        wait_until(lambda: sent == [15, 9, 9])
+        assert scorer._calls.tokens == 18
+        model.go.set()
+        for future, lengths in ((second, (9, 9)), (third, (30,))):
+            for length, labels in zip(lengths, future.result(DEADLINE_S), strict=True):
+                check_labels(text(length), labels)
+        wait_until(lambda: scorer._calls.tokens == 0)
+
+
+def test_an_error_is_of_its_call_alone(model: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(policy=Policy(task_failures=1, failures_to_open=100))
+    with Scorer(model.endpoint, top_k=4, targets=True, options=options) as scorer:
+        bad = scorer.score([[1, 2]], targets=[[[0], [VOCABULARY]]])
+        good = scorer.score([[3, 4]], targets=[[[0], [1]]])
+        with pytest.raises(BadOutputError, match="out of bounds"):
+            bad.result(DEADLINE_S)
+        check_labels([3, 4], good.result(DEADLINE_S)[0][0])
+        with pytest.raises(SourceError, match="sample 1 is a sequence of 201 tokens"):
+            scorer.score([[1], text(201)], targets=[[[0]], [[0]] * 201]).result(DEADLINE_S)
+
+        def failing(*_: Any) -> int:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(ChunkLabeller, "submit", failing)
+        with pytest.raises(RuntimeError, match="a bug"):
+            scorer.score([[1]], targets=[[[0]]]).result(DEADLINE_S)
+        wait_until(lambda: scorer._calls.tokens == 0)
+
+
+def test_a_deadline_ends_a_call(held: tuple[HeldModel, str]) -> None:
+    model, endpoint = held
+    with Scorer(endpoint, top_k=4) as scorer:
+        late, other = scorer.score([[1, 2]], timeout_s=0.05), scorer.score([[3]])
+        with pytest.raises(TemporaryError, match=r"not all sequences were scored within 0\.05 s"):
+            late.result(DEADLINE_S)
+        model.go.set()
+        check_labels([3], other.result(DEADLINE_S)[0])
+
+
+def test_close_ends_all_calls(held: tuple[HeldModel, str], sent: list[int]) -> None:
+    scorer = Scorer(held[1], top_k=4, max_tokens=20)
+    futures = [scorer.score([text(15)]), scorer.score([text(15)])]
+    wait_until(lambda: sent == [15])
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: scorer.close(), range(4))) == [None] * 4
+    for future in futures:
+        with pytest.raises(ClosedError):
+            future.result(DEADLINE_S)
+
+
+def test_long_call_holds_up_no_other(serve: Serve, register: Register, url: str) -> None:
+    """A call that waits for a teacher of long texts goes when it is there; those behind it need not wait."""
+    register(serve(PrefixModel(max_sequence=8)).endpoint, "lm")
+    with Scorer("lm", discovery=url, top_k=4) as scorer:
+        long, short = scorer.score([text(40)]), scorer.score([text(3)])
+        check_labels(text(3), short.result(DEADLINE_S)[0])
+        assert not long.done()
+        register(serve(PrefixModel()).endpoint, "lm")
+        check_labels(text(40), long.result(DEADLINE_S)[0])
+
+
+def test_versions_are_followed_between_calls(
+    held: tuple[HeldModel, str], sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the middle of calls, whose labels would be of two versions."""
+    followed: list[int] = []
+    monkeypatch.setattr("edl.distill.scoring._FOLLOW_S", 0.001)
+    monkeypatch.setattr(ChunkLabeller, "follow_version", lambda _, service: followed.append(service))
+    model, endpoint = held
+    with Scorer(endpoint, top_k=4) as scorer:
+        first = scorer.score([[1]])
+        wait_until(lambda: sent == [1])
+        before = len(followed)
+        second = scorer.score([[1, 2]])
+        wait_until(lambda: sent == [1, 2])
+        assert len(followed) == before > 0
+        model.go.set()
+        for future in (first, second):
+            future.result(DEADLINE_S)
+        scorer.score([[3]]).result(DEADLINE_S)
+        assert len(followed) > before
 
 
 # Loops in which the student generates what is scored.

@@ -10,6 +10,7 @@ import numpy as np
 
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array, cast_clamped, split_top_k
+from edl.settings import is_above_zero
 
 __all__ = ["TopK", "to_float16", "top_k"]
 
@@ -44,7 +45,7 @@ class TopK:
     classes: int | None = None
 
     def __post_init__(self) -> None:
-        _check_temperature(self.temperature)
+        check_temperature(self.temperature)
         if type(self.temperature) is not float:
             object.__setattr__(self, "temperature", float(self.temperature))
         if isinstance(self.ids, np.ndarray):  # tensors come from checked arrays; reading them would stall a GPU
@@ -185,7 +186,7 @@ def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
     classes = logits.shape[-1]
     if not 1 <= k <= classes:
         raise SettingsError(f"k={k}: must be from 1 to the number of classes, {classes}")
-    _check_temperature(temperature)
+    check_temperature(temperature)
     ids, values, tail_lse = split_top_k(logits, k, temperature)
     return TopK(ids, values, tail_lse, float(temperature), classes)
 
@@ -201,6 +202,7 @@ def to_float16(array: Array) -> Array:
     return cast_clamped(array, np.dtype(np.float16))
 
 
-def _check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise SettingsError(f"temperature={temperature}: must be a finite number above 0")
+def check_temperature(temperature: float) -> None:
+    """Raise `SettingsError` unless a temperature is above 0 and finite."""
+    if not is_above_zero(temperature) or temperature == float("inf"):
+        raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")

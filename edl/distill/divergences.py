@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from edl.distill.compress import TopK
+from edl.distill.compress import TopK, check_temperature
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_share
@@ -555,12 +555,6 @@ def check_reduction(reduction: Reduction) -> None:
     """Check that a reduction is known."""
     if reduction not in ("mean", "sum", "none"):
         raise SettingsError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
-
-
-def check_temperature(temperature: float) -> None:
-    """Check that a temperature is above 0 and finite."""
-    if not is_above_zero(temperature) or temperature == float("inf"):
-        raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
 
 
 def check_alpha(alpha: float) -> None:

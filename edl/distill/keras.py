@@ -13,7 +13,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from edl.distill.divergences import check_alpha, check_temperature
+from edl.distill.compress import check_temperature
+from edl.distill.divergences import check_alpha
 from edl.distill.loader import DistillLoader, TeachersLike, batch_request
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from edl.distill.compress import TopK, to_float16
+from edl.distill.compress import TopK, check_temperature, to_float16
 from edl.errors import SettingsError
 from edl.protocol.names import top_k_names
 from edl.protocol.tensors import Array
-from edl.settings import is_above_zero, is_count
+from edl.settings import is_count
 
 SampleId: TypeAlias = int | str
 Ids: TypeAlias = Sequence[SampleId] | Array
@@ -76,8 +76,7 @@ class CacheKey:
                 raise SettingsError(f"cache key with {text!r}: names, versions and tags must be strings")
         if self.top_k is not None and not is_count(self.top_k):
             raise SettingsError(f"cache key with top_k={self.top_k!r}: must be a whole number of at least 1, or None")
-        if not is_above_zero(self.temperature) or self.temperature == float("inf"):
-            raise SettingsError(f"cache key with temperature={self.temperature!r}: must be a finite number above 0")
+        check_temperature(self.temperature)
         if self.dtype not in (None, "float16", "float32"):
             raise SettingsError(f"cache key with dtype={self.dtype!r}: must be 'float16', 'float32' or None")
         object.__setattr__(self, "outputs", tuple(self.outputs))  # JSON cannot encode numpy's

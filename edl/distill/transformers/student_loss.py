@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edl.distill.compress import TopK
+from edl.distill.compress import TopK, check_temperature
 from edl.distill.divergences import NO_LABEL
 from edl.distill.losses import chunked_token_loss, token_loss
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array, as_array
-from edl.settings import is_above_zero, is_count, is_share
+from edl.settings import is_count, is_share
 
 # Padding-free collators use these for the boundaries of texts, in addition to position ids.
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens", "seq_idx", "segment_ids")
@@ -188,8 +188,7 @@ class DistillArguments:
             raise SettingsError(f"top_k={self.top_k!r}: must be a whole number of at least 1, or None")
         if not is_share(self.beta):
             raise SettingsError(f"beta={self.beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
-        if not is_above_zero(self.temperature) or self.temperature == float("inf"):
-            raise SettingsError(f"temperature={self.temperature!r}: must be a finite number above 0")
+        check_temperature(self.temperature)
         if not is_share(self.hard_weight):
             raise SettingsError(f"hard_weight={self.hard_weight!r}: must be from 0 to 1")
         if self.chunked_head and self.task == "classification":

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from edl.distill.compress import TopK
+from edl.distill.compress import TopK, check_temperature
 from edl.errors import SettingsError
 from edl.protocol import names
 from edl.protocol.tensors import Array
-from edl.settings import is_above_zero, is_count
+from edl.settings import is_count
 
 Priority = Literal["auto", "lowest", "default"] | int
 
@@ -115,8 +115,7 @@ class OutputSpec:
             raise SettingsError(f"outputs {self.outputs!r}: a name appears twice")
         if self.top_k is not None and not is_count(self.top_k):
             raise SettingsError(f"top_k={self.top_k!r}: must be a whole number of at least 1, or None")
-        if not is_above_zero(self.temperature) or self.temperature == float("inf"):
-            raise SettingsError(f"temperature={self.temperature!r}: must be a finite number above 0")
+        check_temperature(self.temperature)
         object.__setattr__(self, "temperature", float(self.temperature))
         if self.dtype not in (None, "float16", "float32"):
             raise SettingsError(f"dtype={self.dtype!r}: must be 'float16', 'float32' or None")

@@ -137,15 +137,6 @@ def test_rows_and_sequences_do_not_mix(tmp_path: Path) -> None:
 # All of a folder
 
 
-def collated(found: list[np.ndarray], pad: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.full((len(found), max(map(len, found))), pad, np.int64)
-    mask = np.zeros(ids.shape, np.int64)
-    for row, text in enumerate(found):
-        place = slice(len(text)) if row % 2 else slice(ids.shape[1] - len(text), None)  # either side
-        ids[row, place], mask[row, place] = text, 1
-    return ids, mask
-
-
 def test_load_labels_of_sequences(tmp_path: Path) -> None:
     found = sequences(20)
     names = [f"t{at:02}" for at in range(20)]
@@ -173,12 +164,15 @@ def test_load_labels_of_sequences(tmp_path: Path) -> None:
 
 def test_load_labels_for_padded_batches(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
+    from tests.fast.distill.sequences.test_padded_batches import collated
+
     found = sequences(6)
     with SoftLabelCache(0, tmp_path) as cache:
         cache.view(KEY).put(named(range(6), found), labels(found))
     loaded = load_labels(tmp_path)
     chosen = [4, 1, 3]
-    batch, mask = collated([*(found[at] for at in chosen), np.empty(0, np.int32)], pad=-100)
+    made = collated([*(found[at] for at in chosen), np.empty(0, np.int32)], "left")
+    batch, mask = made["input_ids"].numpy(), made["attention_mask"].numpy()
     ids = torch.tensor([*chosen, 99])  # the last has no token, and needs no label
     got: Any = loaded.padded(ids, torch.from_numpy(mask), {"ids": torch.from_numpy(batch)})["logprobs"]
     assert got.ids.shape == (*mask.shape, 4)

@@ -46,6 +46,8 @@ def test_ensembles_are_averaged_and_weighted(serve: Serve) -> None:
         assert (first[0], second[0]) == (number, 3 * number)
     for _, number, label in rows("mean"):
         assert label[0] == pytest.approx(0.75 * number + 0.25 * 3 * number)
+    for *_, label in rows("mean_probabilities"):
+        assert np.exp(label) == pytest.approx([0.25] * WIDTH), "softmax of equal logits"
     for _, number, label in rows(lambda outputs: np.maximum(*outputs)):
         assert label[0] == 3 * number
 

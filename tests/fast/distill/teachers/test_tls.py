@@ -88,10 +88,6 @@ def test_a_name_with_addresses(serve: Serve, tmp_path: Path, ca: Authority, monk
 
 Case = Callable[[Path, Authority], "tuple[dict[str, Any], Credentials]"]
 REFUSED: dict[str, tuple[Case, str]] = {
-    "no client certificate": (
-        lambda folder, ca: (serving(folder, ca.issue(), Authority()), believing(folder, ca)),
-        "requires a client certificate.*EDL_TLS_CERT",
-    ),
     "client of a foreign CA": (
         lambda folder, ca: (serving(folder, ca.issue(), ca), believing(folder, ca, Authority("other").issue())),
         "does not accept this side's certificate.*no CA that the server trusts.*"

@@ -51,11 +51,8 @@ class CacheStats:
     Attributes:
         hits: Rows looked up and found.
         misses: Rows looked up and not found.
-        memory_rows: Rows in memory.
-        memory_bytes: Bytes of these rows, including bookkeeping.
-        disk_rows: Rows on disk under the keys of this cache's views.
+        memory_bytes: Bytes of the rows in memory, including bookkeeping.
         disk_bytes: Bytes of the database in the folder, including its journal.
-        evicted_rows: Rows evicted from memory.
         evicted_disk_rows: Rows that this cache deleted from the disk to make room.
         failed_writes: Batches that could not be written; their rows will be requested again.
         damaged_rows: Damaged rows found on disk; they count as misses.
@@ -63,11 +60,8 @@ class CacheStats:
 
     hits: int = 0
     misses: int = 0
-    memory_rows: int = 0
     memory_bytes: int = 0
-    disk_rows: int = 0
     disk_bytes: int = 0
-    evicted_rows: int = 0
     evicted_disk_rows: int = 0
     failed_writes: int = 0
     damaged_rows: int = 0
@@ -173,11 +167,8 @@ class SoftLabelCache:
         return CacheStats(
             hits=sum(view.hits for view in views),
             misses=sum(view.misses for view in views),
-            memory_rows=len(self.memory.records),
             memory_bytes=self.memory.nbytes,
-            disk_rows=sum(len(folder.ids(view.space)) for view in views) if folder is not None else 0,
             disk_bytes=folder.nbytes() if folder is not None else 0,
-            evicted_rows=self.memory.evicted,
             evicted_disk_rows=folder.evicted if folder is not None else 0,
             failed_writes=folder.failures if folder is not None else 0,
             damaged_rows=len(folder.damaged) if folder is not None else 0,
@@ -411,7 +402,7 @@ class MemoryTier:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.nbytes = self.evicted = 0
+        self.nbytes = 0
         self.records: dict[tuple[Namespace, SampleId], bytes] = {}
         self._calls = 0
         self._used_at: dict[Namespace, int] = {}
@@ -462,7 +453,6 @@ class MemoryTier:
             del self._used_at[space]
             for sample in [sample for owner, sample in self.records if owner is space]:
                 self._discard(space, sample)
-                self.evicted += 1
 
 
 def _size(sample: SampleId, record: bytes) -> int:

@@ -72,8 +72,8 @@ class KubeWatch:
         self._length_s = length_s
         self._objects: dict[ObjectKey, Object] = {}
         self._resource_version = ""
-        self._listed = False
-        self._error: EDLError | None = None
+        self.listed = False  # whether the server has answered once: before that, no objects means nothing
+        self.error: EDLError | None = None  # why it does not answer now
         self._stream: Stream | None = None
         self._closed = False
         self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, jitter=0.5)
@@ -87,17 +87,7 @@ class KubeWatch:
     @property
     def stale(self) -> str:
         """Why the API server does not answer; empty while it does."""
-        return "" if self._error is None else str(self._error)
-
-    @property
-    def error(self) -> EDLError | None:
-        """Why the API server does not answer; None while it does."""
-        return self._error
-
-    @property
-    def listed(self) -> bool:
-        """Whether the server has answered once: before that, no objects means nothing."""
-        return self._listed
+        return "" if self.error is None else str(self.error)
 
     def close(self) -> None:
         """Stop following. May be called twice, and by `on_change`."""
@@ -140,10 +130,10 @@ class KubeWatch:
         found = self._client.list(self._kind, self._namespace, label_selector=selector)
         self._objects = {_key(obj): obj for obj in found.items}
         self._resource_version = found.resource_version
-        self._listed = True
-        if self._error is not None:
+        self.listed = True
+        if self.error is not None:
             logger.debug("watching %s: the API server answers again", self._kind.plural)
-            self._error = None
+            self.error = None
         self._announce("LISTED", None)
 
     def _follow(self) -> None:
@@ -182,7 +172,7 @@ class KubeWatch:
         self._announce(change, obj)
 
     def _set_error(self, error: EDLError) -> None:
-        before, self._error = self.stale, error
+        before, self.error = self.stale, error
         if not before:
             logger.debug("watching %s: keeping the last known objects: %s", self._kind.plural, error)
         if str(error) != before:

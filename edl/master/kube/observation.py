@@ -75,6 +75,15 @@ class EventNote:
     pod: str = ""
 
 
+def describe_store(store: StoreAnswer) -> Condition:
+    """Return the condition `Accepted` of a valid spec, whose store may be refused or away nevertheless."""
+    if store.refused:
+        return Condition("Accepted", True, "StoreNotAllowed", store.refused)
+    if store.unreachable:
+        return Condition("Accepted", True, "StoreUnreachable", store.unreachable)
+    return Condition("Accepted", True, "Valid", "the spec is valid")
+
+
 @dataclass(frozen=True)
 class ScaleTarget:
     """The Deployment, or similar, that a pool scales. `/scale` does not say how many replicas are ready."""

@@ -25,6 +25,7 @@ from edl.master.kube.observation import (
     OwnerObservation,
     PodDeletion,
     WorkProgress,
+    describe_store,
     find_condition,
     write_conditions,
 )
@@ -295,7 +296,9 @@ def write_finished_status(job: ElasticJob, phase: str, workers: int) -> Object:
 def write_job_status(draft: JobDraft) -> Object:
     job, now_s = draft.job, draft.observation.now_s
     conditions = [
-        _describe_accepted(draft),
+        Condition("Accepted", True, "StoreChangeIgnored", job.ignored_edits)
+        if job.ignored_edits
+        else describe_store(draft.observation.store),
         _describe_scheduled(draft),
         _describe_running(draft),
         Condition("Suspended", True, "SuspendRequested", "spec.suspend is true: `edl resume` continues the job")
@@ -345,17 +348,6 @@ def _find_phase(draft: JobDraft) -> str:
     if draft.suspended:
         return "Suspended"
     return "Running" if draft.ready or draft.ending else "Pending"
-
-
-def _describe_accepted(draft: JobDraft) -> Condition:
-    job, observation = draft.job, draft.observation
-    if job.ignored_edits:
-        return Condition("Accepted", True, "StoreChangeIgnored", job.ignored_edits)
-    if observation.store.refused:
-        return Condition("Accepted", True, "StoreNotAllowed", observation.store.refused)
-    if observation.store.unreachable:
-        return Condition("Accepted", True, "StoreUnreachable", observation.store.unreachable)
-    return Condition("Accepted", True, "Valid", "the spec is valid")
 
 
 _AT_REST: Final = {True: ("Finished", "the job has ended"), False: ("Suspended", "spec.suspend is true")}

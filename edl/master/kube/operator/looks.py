@@ -29,10 +29,11 @@ from edl.kube.responses import NotServedError
 from edl.kube.watch import KubeWatch
 from edl.master.kube.members.pods import JOB_LABEL, MANAGED_BY, POOL_LABEL
 from edl.master.kube.operator.monitoring import OperatorHealth
-from edl.master.kube.operator.settings import ALL_NAMESPACES
 
 logger = logging.getLogger(__name__)
 
+ALL_NAMESPACES: Final = "*"
+"""In place of a namespace: the whole cluster."""
 
 _JITTER: Final = 0.2  # so that keys that failed together are not retried together
 

@@ -5,28 +5,74 @@ from __future__ import annotations
 import logging
 import random
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
 from typing_extensions import Self
 
+from edl.errors import SettingsError
 from edl.http_server.health import HealthChecks, HealthServer
 from edl.kube.client import KubeClient
 from edl.kube.resource_types import PODS, TEACHER_POOLS
 from edl.kube.responses import Call
+from edl.kube.settings import KubeSettings
 from edl.master.kube.capacity import CapacityWatch
+from edl.master.kube.members.pod_policy import PodPolicy
 from edl.master.kube.members.pods import OWNER_UID_LABEL
 from edl.master.kube.operator.events import EventRecorder
-from edl.master.kube.operator.looks import ResourceWatches, WorkQueue
+from edl.master.kube.operator.looks import ALL_NAMESPACES, ResourceWatches, WorkQueue
 from edl.master.kube.operator.monitoring import GiveBackMeter, OperatorHealth, OperatorMetrics
 from edl.master.kube.operator.reconciler import KINDS, Reconciler
-from edl.master.kube.operator.settings import ALL_NAMESPACES, OperatorSettings, StoreAllowlist
+from edl.master.kube.operator.stores import StoreAllowlist
 from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.kube.resources import TeacherPool, parse_teacher_pool
 
 logger = logging.getLogger(__name__)
 
 _JITTER: Final = 0.5  # of the resync interval: spreads resources that were created together
+
+
+@dataclass(frozen=True)
+class OperatorSettings:
+    """Settings of an operator.
+
+    Attributes:
+        kube: Cluster and user.
+        namespaces: Namespaces whose resources it manages. Empty for its own, `*` for the whole cluster.
+        store: URL of the store for resources that name none; empty for none.
+        allow_stores: Prefixes of additional stores that it may open: see `StoreAllowlist`.
+        pods: Limits on pod templates.
+        workers: Number of resources reconciled concurrently.
+        resync_s: Seconds after which each resource is reconciled in any case, less often if there are many. This finds
+            changes that no event reported.
+        resync_rate: Largest number of such reconciliations per second. Each takes two requests.
+        capacity: Whether to watch nodes and all pods of the cluster, if allowed.
+        host: Address where `/livez`, `/readyz` and `/metrics` are served; None for nowhere.
+        port: Port of that address; 0 for any.
+
+    Raises:
+        SettingsError: `workers` is out of range, `*` is not alone, or a prefix of a store is invalid.
+    """
+
+    kube: KubeSettings = field(default_factory=KubeSettings)
+    namespaces: tuple[str, ...] = ()
+    store: str = ""
+    allow_stores: tuple[str, ...] = ()
+    pods: PodPolicy = field(default_factory=PodPolicy)
+    workers: int = 4
+    resync_s: float = 600.0
+    resync_rate: float = 0.2
+    capacity: bool = True
+    host: str | None = None
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= 32:
+            raise SettingsError(f"workers={self.workers!r}: expected 1 to 32")
+        StoreAllowlist(self.store, self.allow_stores)
+        if ALL_NAMESPACES in self.namespaces and len(self.namespaces) > 1:
+            raise SettingsError(f"namespaces={','.join(self.namespaces)}: {ALL_NAMESPACES} already includes them all")
 
 
 class Operator:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -44,42 +42,32 @@ logger = logging.getLogger(__name__)
 
 
 def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Object:
-    """Return the merge patch from `before` to `after`, in which None and an empty text count as missing."""
-    patch: Object = {}
-    for name in [*after, *(name for name in before if name not in after)]:
-        old, new = before.get(name), after.get(name)
-        if _is_absent(new):
-            if old is not None:
-                patch[name] = None
-        elif isinstance(old, Mapping) and isinstance(new, Mapping):
+    """Return the merge patch from `before` to `after`, in which nothing is empty, see `keep_present`."""
+    patch: Object = {name: None for name, old in before.items() if old is not None and name not in after}
+    for name, new in after.items():
+        old = before.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
             if inner := build_merge_patch(old, new):
                 patch[name] = inner
-        elif _encode(old) != _encode(written := _keep_present(new)):  # which distinguishes 1 from true
-            patch[name] = written
+        elif _encode(old) != _encode(new):  # which distinguishes 1 from true
+            patch[name] = new
     return patch
 
 
-def encode_status(status: Mapping[str, Any]) -> str:
-    """Return a status as a text that is the same before writing and after reading it."""
-    return _encode(_keep_present(status))
+def keep_present(value: Any) -> Any:
+    """Return JSON without nulls, which a merge patch would treat as removals, and without empty texts.
 
-
-def _keep_present(value: Any) -> Any:
-    """Return JSON without empty fields, and without nulls, which a merge patch would treat as removals."""
+    API servers of 1.20 refuse empty texts as nulls if the schema requires text.
+    """
     if isinstance(value, Mapping):
-        return {name: _keep_present(inner) for name, inner in value.items() if not _is_absent(inner)}
+        return {name: keep_present(inner) for name, inner in value.items() if inner is not None and inner != ""}
     if isinstance(value, (list, tuple)):
-        return [_keep_present(inner) for inner in value]
+        return [keep_present(inner) for inner in value]
     return value
 
 
 def _encode(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-def _is_absent(value: object) -> bool:
-    """Whether a field is not written. API servers of 1.20 refuse empty texts as nulls if the schema requires text."""
-    return value is None or value == ""
 
 
 def set_condition(
@@ -97,7 +85,6 @@ def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
 
 
 _KEPT_S: Final = 900.0  # then an object is rewritten, which restores a disruption budget that was removed by hand
-_MOST_DONE: Final = 10_000  # objects remembered as written, a few per resource
 
 
 SCALED_BY: Final = "edl.io/scaled-by"
@@ -189,8 +176,7 @@ class Reconciler:
         self._policy = policy or PodPolicy()
         self._clock = clock
         self._evidence = PodEvidence(api)
-        self._lock = threading.Lock()
-        self._done: OrderedDict[tuple[str, str, str], tuple[str, float]] = OrderedDict()
+        self._done: dict[str, dict[tuple[str, str, str], tuple[str, float]]] = {}  # written objects of each key
         self._accepted: dict[str, Object] = {}  # the last resource of each key whose spec was valid
         self._refusals: dict[str, tuple[str, int, SpecProblem]] = {}
         self._warned: set[str] = set()
@@ -198,7 +184,7 @@ class Reconciler:
 
     def is_own_status(self, key: str, status: Mapping[str, Any]) -> bool:
         """Whether a resource's status is the one that this operator last wrote or found."""
-        return self._statuses.get(key) == encode_status(status)
+        return self._statuses.get(key) == _encode(keep_present(status))
 
     def reconcile(self, key: str) -> float | None:
         """Read a resource and its pods, and carry out its plan; EDLError if a call failed: reconcile again.
@@ -234,9 +220,9 @@ class Reconciler:
         return self._carry_out(resource, owner, plan)
 
     def forget(self, key: str) -> None:
-        self._accepted.pop(key, None)
-        self._refusals.pop(key, None)
-        self._statuses.pop(key, None)
+        remembered: tuple[dict[str, Any], ...] = (self._done, self._accepted, self._refusals, self._statuses)
+        for known in remembered:
+            known.pop(key, None)
         self._surroundings.note_gone(key)
 
     def _parse_former(self, kind: ResourceHandling, key: str, resource: Object) -> MemberOwner | None:
@@ -375,15 +361,11 @@ class Reconciler:
 
     def _is_done(self, owner: MemberOwner, kind: ResourceType, name: str, text: str) -> bool:
         """Whether an object other than a pod was already written: at rest nothing is written."""
-        before, written_s = self._done.get((owner.uid, kind.plural, name), (None, 0.0))
+        before, written_s = self._done.get(owner.key, {}).get((owner.uid, kind.plural, name), (None, 0.0))
         return before == text and time.monotonic() - written_s <= _KEPT_S
 
     def _note_done(self, owner: MemberOwner, kind: ResourceType, name: str, text: str) -> None:
-        with self._lock:
-            self._done[owner.uid, kind.plural, name] = text, time.monotonic()
-            self._done.move_to_end((owner.uid, kind.plural, name))
-            while len(self._done) > _MOST_DONE:
-                self._done.popitem(last=False)
+        self._done.setdefault(owner.key, {})[owner.uid, kind.plural, name] = text, time.monotonic()
 
     def _has_pod(self, owner: MemberOwner, name: str) -> bool:
         """Whether the pod of a name is the owner's, not a namesake's hanging one; ConflictError if it is gone."""
@@ -420,10 +402,11 @@ class Reconciler:
         """Write a status if it differs; return whether it did, or None if the resource has changed or is gone."""
         metadata = resource["metadata"]
         before = resource.get("status")
+        status = keep_present(status)
         patch = build_merge_patch(before if isinstance(before, dict) else {}, status)
         # Before it is written: the watch may see it before this call returns.
         key = f"{kind.plural}/{metadata['namespace']}/{metadata['name']}"
-        self._statuses[key] = encode_status(status)
+        self._statuses[key] = _encode(status)
         if not patch:
             return False
         body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": patch}

@@ -1,4 +1,7 @@
-"""What stores say about jobs and pools: how many members are wanted, and the work's progress."""
+"""What stores say about jobs and pools: how many members are wanted, and the work's progress.
+
+`StoreAllowlist` decides which stores the operator may open with its own tokens, certificates and network.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
 
 from edl.background import BackgroundLoop, start_call
 from edl.discovery import Store, open_store
 from edl.discovery.store import Entry, StoreSnapshot, StoreWatch
-from edl.discovery.store_url import identify_store
+from edl.discovery.store_url import KUBERNETES_GONE, identify_server, identify_store
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.load_reporting.wanted import WantedKind, parse_wanted, wanted_key
 from edl.master.kube.observation import StoreAnswer, WorkProgress
-from edl.master.kube.operator.settings import StoreAllowlist
 from edl.master.naming import report_key
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor
 from edl.master.scaling.teachers import TeacherScalingSettings
@@ -29,25 +32,129 @@ from edl.quoting import shown
 logger = logging.getLogger(__name__)
 
 
-class ProgressReader:
-    """Reads successive reports of a job's master."""
+_SCHEMES: Final = ("consul", "consul+https", "etcd", "etcd+https", "edl")
+"""Schemes that can be allowed. A `sqlite:` file would be on the operator's own machine."""
+_ETCD: Final = ("etcd", "etcd+https")
 
-    def __init__(self) -> None:
-        self._left = WorkLeft()
 
-    def read(self, value: bytes, now_s: float) -> WorkProgress | None:
-        """Return the progress in a report; None if it is unreadable, or has no data sets."""
+@dataclass(frozen=True)
+class StoreAllowlist:
+    """Stores that may be opened: the operator's own, others of its scheme, host and port, and those with a prefix.
+
+    The author of a resource chooses its store. If the operator opened every store, it would send its token to any host,
+    and requests to addresses that only it can reach. A prefix is `SCHEME://HOST:PORT`, `SCHEME://HOST` for any port, or
+    `SCHEME://` for any host.
+
+    Raises:
+        SettingsError: a prefix has a different form.
+    """
+
+    own: str = ""
+    prefixes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for prefix in self.prefixes:
+            if not _is_prefix(prefix):
+                raise SettingsError(
+                    f"--allow-store {shown(prefix.partition('?')[0].rpartition('@')[2])}: expected SCHEME://HOST:PORT,"
+                    f" SCHEME://HOST or SCHEME://, with a scheme of {', '.join(_SCHEMES)}"
+                )
+
+    def find_refusal(self, url: str) -> str:
+        """Return why a store is not opened, for the author of its URL; empty if it is allowed."""
+        if url == self.own or identify_store(url) == identify_store(self.own):
+            return ""
+        parts = _split(url)
+        if parts is not None and parts.scheme == "kubernetes":
+            return KUBERNETES_GONE
+        if parts is None or parts.scheme not in (*_SCHEMES, "sqlite"):
+            return "not a store URL"
+        if parts.scheme == "sqlite":
+            return "a file on the operator's machine, which the operator opens only as its own --store"
+        if extras := _find_extras(parts):
+            return f"a URL with {extras}, which the operator does not accept from a resource"
+        own = _split(self.own)
+        if own is not None and own.scheme not in (*_SCHEMES, "sqlite"):
+            own = None  # such a store is never opened
         try:
-            report = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-        found = report.get("datasets") if isinstance(report, dict) else None
-        datasets = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-        if not datasets:
-            return None
-        left_s = self._left.look(datasets, now_s)
-        remaining_s = None if left_s is None or not left_s < 1e9 else round(left_s)
-        return WorkProgress(find_percentage(datasets), remaining_s)
+            members, own_members = _list_members(parts), [] if own is None else _list_members(own)
+        except ValueError as exc:
+            return f"not a store URL: {shown(str(exc))}"
+        if "" in members:
+            return "a URL without a host"
+        allowed = [] if own is None else [(own.scheme, member) for member in own_members]
+        for member in members:
+            if (parts.scheme, member) not in allowed and not self._is_listed(parts.scheme, member):
+                prefix = shown(f"{parts.scheme}://{member}")
+                return f"to have the operator read it, start the operator with --allow-store {prefix}"
+        return ""
+
+    def _is_listed(self, scheme: str, member: str) -> bool:
+        for prefix in self.prefixes:
+            listed = urlsplit(prefix)
+            if listed.scheme != scheme:
+                continue
+            (place,) = _list_members(listed) if listed.netloc else ("",)
+            if place in ("", member) or (listed.port is None and _host_of(place) == _host_of(member)):
+                return True
+        return False
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        if "," not in parts.netloc:
+            _ = parts.port  # parsed on access
+    except ValueError:
+        return None
+    return parts
+
+
+def _find_extras(parts: SplitResult) -> str:
+    if "@" in parts.netloc:
+        return "a user"
+    if parts.path not in ("", "/") or parts.fragment:
+        return "a path"
+    return "options" if parts.query else ""
+
+
+def _list_members(parts: SplitResult) -> list[str]:
+    """Return the servers of a URL in normalized form; ValueError if one is not a host with a port. A file has none."""
+    if parts.scheme == "sqlite" or not parts.netloc:
+        return [parts.netloc.lower()]
+    members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]
+    return [identify_server(parts.scheme, member.strip()) for member in members]
+
+
+def _is_prefix(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        _list_members(parts)
+    except ValueError:
+        return False
+    # A missing port, as in `edl://a:`, matches nothing.
+    return parts.scheme in _SCHEMES and not (_find_extras(parts) or "," in text or parts.netloc.endswith(":"))
+
+
+def _host_of(member: str) -> str:
+    """Return the host of `HOST:PORT`, with the brackets of an IPv6 address."""
+    host, colon, port = member.rpartition(":")
+    return host if colon and port.isdigit() else member
+
+
+def read_progress(left: WorkLeft, value: bytes, now_s: float) -> WorkProgress | None:
+    """Return the progress in a master's report, one of several; None if it is unreadable, or has no data sets."""
+    try:
+        report = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    found = report.get("datasets") if isinstance(report, dict) else None
+    datasets = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    if not datasets:
+        return None
+    left_s = left.look(datasets, now_s)
+    remaining_s = None if left_s is None or not left_s < 1e9 else round(left_s)
+    return WorkProgress(find_percentage(datasets), remaining_s)
 
 
 def find_percentage(datasets: Sequence[Mapping[str, Any]]) -> int | None:
@@ -88,7 +195,7 @@ class StoreFollower:
         self._lock = threading.Lock()
         self._wanted: dict[str, tuple[bytes, int | None]] = {}
         self._reports: dict[str, tuple[bytes, WorkProgress | None]] = {}
-        self._readers: dict[str, ProgressReader] = {}
+        self._left: dict[str, WorkLeft] = {}
         self._told_s: dict[str, float] = {}
         self._written_s: dict[str, float] = {}
         self._silent: frozenset[str] = frozenset()
@@ -179,7 +286,7 @@ class StoreFollower:
                 if before is not None and before[0] == entry.value:
                     found[key] = before
                     continue
-                progress = self._readers.setdefault(key, ProgressReader()).read(entry.value, now_s)
+                progress = read_progress(self._left.setdefault(key, WorkLeft()), entry.value, now_s)
                 found[key] = (entry.value, progress)
                 if progress != (before[1] if before else None) and (
                     now_s - self._told_s.get(key, 0.0) >= _PROGRESS_S or _is_done(progress)
@@ -187,8 +294,8 @@ class StoreFollower:
                     self._told_s[key] = now_s
                     changed.append(key)
             self._reports = found
-            for key in self._readers.keys() - found.keys():
-                del self._readers[key]
+            for key in self._left.keys() - found.keys():
+                del self._left[key]
                 self._told_s.pop(key, None)
         for key in changed:
             self._on_change(key)

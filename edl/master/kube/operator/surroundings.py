@@ -25,9 +25,8 @@ from edl.master.kube.jobs import find_final_phase, find_waiting_since_s, shares_
 from edl.master.kube.members.pods import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL, MemberPod, get_mapping, get_text
 from edl.master.kube.observation import OwnerObservation, StoreAnswer
 from edl.master.kube.operator.owner_keys import OwnerKeyCleanup
-from edl.master.kube.operator.settings import StoreAllowlist
-from edl.master.kube.operator.stores import StoreDirectory
-from edl.master.kube.pools.updating import hash_place, list_places
+from edl.master.kube.operator.stores import StoreAllowlist, StoreDirectory
+from edl.master.kube.pools.pool_status import hash_place, list_places
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
 from edl.master.scaling.allocation_plan import JobRequest
 from edl.master.scaling.arbitration import PATIENCE_S, arbitrate

@@ -23,23 +23,21 @@ from edl.master.kube.members.records import (
 )
 from edl.master.kube.observation import EventNote, OwnerObservation, Plan, PodDeletion
 from edl.master.kube.pools.pool_status import (
+    REVISION_LABEL,
+    STEADY_S,
     Growth,
     PoolDraft,
     ProbeBackoff,
-    back_off,
-    describe_transitions,
-    write_status,
-)
-from edl.master.kube.pools.updating import (
-    REVISION_LABEL,
-    STEADY_S,
     TeacherUpdate,
+    back_off,
     choose_surplus,
+    describe_transitions,
     hash_place,
     hash_revision,
     is_behind,
     is_failing,
     list_places,
+    write_status,
 )
 from edl.master.kube.resources import TeacherPool
 from edl.master.scaling.terminations import (

@@ -13,7 +13,7 @@ from edl.kube.objects import Object, format_time
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.jobs import find_waiting_since_s
 from edl.master.kube.members.pods import MemberPod
-from edl.master.kube.operator.settings import StoreAllowlist
+from edl.master.kube.operator.stores import StoreAllowlist
 from edl.master.kube.operator.surroundings import (
     LiveSurroundings,
     WaitingOwners,

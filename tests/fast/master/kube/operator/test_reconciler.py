@@ -21,7 +21,7 @@ from edl.kube.responses import NotServedError
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.observation import OwnerObservation, StoreAnswer, find_condition
 from edl.master.kube.operator.reconciler import Reconciler
-from edl.master.kube.operator.settings import StoreAllowlist
+from edl.master.kube.operator.stores import StoreAllowlist
 from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.kube.resources import MemberOwner
 from tests.fast.master.kube.capacity import objects

@@ -19,10 +19,10 @@ from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError, Setti
 from edl.load_reporting.wanted import wanted_key
 from edl.master.kube.operator import owner_keys
 from edl.master.kube.operator.owner_keys import OwnerKeyCleanup, delete_job_keys
-from edl.master.kube.operator.settings import StoreAllowlist
-from edl.master.kube.operator.stores import ProgressReader, StoreDirectory, find_percentage
+from edl.master.kube.operator.stores import StoreAllowlist, StoreDirectory, find_percentage, read_progress
 from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.naming import election_key, report_key
+from edl.master.scaling.workers import WorkLeft
 from tests.fast.master.kube.operator.owners import make_job, make_pool
 from tests.waiting import wait_until
 
@@ -218,15 +218,15 @@ def test_advisor_runs_for_auto_pools(directory: StoreDirectory, tmp_path: Path) 
 
 
 def test_remaining_time_by_the_rate() -> None:
-    reader = ProgressReader()
-    reader.read(report(units_done=0), 0.0)
-    progress = reader.read(report(units_done=50), 10.0)
+    left = WorkLeft()
+    read_progress(left, report(units_done=0), 0.0)
+    progress = read_progress(left, report(units_done=50), 10.0)
     assert progress is not None
     assert (progress.percentage, progress.remaining_s) == (25, 30)
-    finished = reader.read(report(units_done=200, finished=True), 40.0)
+    finished = read_progress(left, report(units_done=200, finished=True), 40.0)
     assert finished is not None
     assert (finished.percentage, finished.remaining_s) == (100, 0)
-    assert reader.read(b"\xff", 1.0) is None
+    assert read_progress(left, b"\xff", 1.0) is None
     assert find_percentage([{"units": None, "epochs": 1, "units_done": 5}]) is None, "endless data"
     assert find_percentage([{"units": 10, "epochs": 0, "units_done": 5}]) is None
 

@@ -16,7 +16,7 @@ from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.members.pods import MemberPod, read_member_pods
 from edl.master.kube.observation import OwnerObservation, StoreAnswer, find_condition
 from edl.master.kube.pools import plan_pool
-from edl.master.kube.pools.updating import REVISION_LABEL, TeacherUpdate, choose_surplus
+from edl.master.kube.pools.pool_status import REVISION_LABEL, TeacherUpdate, choose_surplus
 from tests.fast.master.kube.capacity.objects import node
 from tests.fast.master.kube.pools.simulated_cluster import GPU, TEMPLATE, SimulatedCluster
 

@@ -57,9 +57,11 @@ class KubeClient(Connection):
     ) -> None:
         self.close()
 
-    def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        """Read an object; None if it does not exist."""
-        return self._request_named(self._call("get", kind, namespace, name), "GET")
+    def get(
+        self, kind: ResourceType, name: str, namespace: str | None = None, *, subresource: str = ""
+    ) -> Object | None:
+        """Read an object, or its subresource, such as `scale`; None if it does not exist."""
+        return self._request_named(self._call("get", kind, namespace, name, subresource), "GET")
 
     def list(
         self,
@@ -131,14 +133,6 @@ class KubeClient(Connection):
         if grace_period_s is not None:
             options["gracePeriodSeconds"] = grace_period_s
         return self._request_named(call, "DELETE", json.dumps(options).encode()) is not None
-
-    def read_scale(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        """Read a `Scale`, the desired and the current replicas; None if the object does not exist."""
-        return self._request_named(self._call("get", kind, namespace, name, "scale"), "GET")
-
-    def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
-        """Change the desired replicas; None if the object does not exist."""
-        return self.patch(kind, name, {"spec": {"replicas": replicas}}, namespace, subresource="scale")
 
     def read_log(
         self,

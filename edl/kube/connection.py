@@ -248,7 +248,8 @@ class Connection:
                         preload_content=False,
                     )
                     code = response.status
-                    if _is_servers_own(response):
+                    # An error page may be that of a proxy, whose clock is unknown.
+                    if 200 <= code <= 299 and response.headers.get("Content-Type", "").startswith(_JSON):
                         self.server_clock.note(response.headers.get("Date", ""), time.monotonic() - sent_s)
                 finally:
                     self._on_answer(call, code)
@@ -327,11 +328,6 @@ class Stream:
         self._closing = True
         with contextlib.suppress(OSError, ValueError):
             self._response.close()
-
-
-def _is_servers_own(response: BaseHTTPResponse) -> bool:
-    """Whether a response is surely the API server's, not an error page of a proxy with an unknown clock."""
-    return 200 <= response.status <= 299 and response.headers.get("Content-Type", "").startswith(_JSON)
 
 
 def _read_whole(call: Call, url: str, response: BaseHTTPResponse, deadline: float) -> bytes:

@@ -50,14 +50,19 @@ class Call:
 
 def parse_object(call: Call, url: str, body: bytes) -> Object:
     """Parse a successful response; KubernetesError if it is not a JSON object, so not from an API server."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    found = _parse_mapping(body)
+    if found is None:
         words = shown(body[:200].decode(errors="replace"))
         raise KubernetesError(f"{url}: {call}: not a JSON object, so this is not an API server: {words}")
     return found
+
+
+def _parse_mapping(body: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after: str = "") -> EDLError:
@@ -114,11 +119,8 @@ def _explain_forbidden(call: Call, what: str, status_object: dict[str, Any], wor
 
 def _parse_status(body: bytes) -> dict[str, Any]:
     """Parse a response's `Status`; if it is not one, return a status without a message."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or found.get("kind") != "Status":
+    found = _parse_mapping(body)
+    if found is None or found.get("kind") != "Status":
         return {"message": "", "details": {}}
     details = found.get("details")
     return {"message": str(found.get("message") or ""), "details": details if isinstance(details, dict) else {}}

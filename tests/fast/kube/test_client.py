@@ -35,8 +35,6 @@ CALLS: dict[str, Callable[[KubeClient], Any]] = {
     "apply": lambda client: client.apply(PODS, {"metadata": {"name": "a"}}),
     "patch": lambda client: client.patch(PODS, "a", {}),
     "delete": lambda client: client.delete(PODS, "a"),
-    "read_scale": lambda client: client.read_scale(DEPLOYMENTS, "a"),
-    "write_scale": lambda client: client.write_scale(DEPLOYMENTS, "a", 1),
     "read_log": lambda client: list(client.read_log("a")),
     "has_resource": lambda client: client.has_resource(DEPLOYMENTS),
     "server_version": lambda client: client.server_version(),
@@ -102,8 +100,6 @@ def test_missing_object_is_none(server: ApiServer, client: KubeClient) -> None:
     assert client.get(PODS, "a") is None
     assert client.patch(PODS, "a", {}) is None
     assert client.delete(PODS, "a") is False
-    assert client.read_scale(DEPLOYMENTS, "a") is None
-    assert client.write_scale(DEPLOYMENTS, "a", 2) is None
     with pytest.raises(InvalidObjectError, match='pods "a" not found'):
         list(client.read_log("a"))
 
@@ -212,8 +208,8 @@ def test_kinds_stay_kinds(server: ApiServer, client: KubeClient, field: str, val
     """A kind comes from the spec of a resource, whose author has other rights than who asks."""
     kind = DEPLOYMENTS._replace(**{field: value})  # type: ignore[arg-type]
     for call in (
-        lambda: client.read_scale(kind, "a"),
-        lambda: client.write_scale(kind, "a", 0),
+        lambda: client.get(kind, "a", subresource="scale"),
+        lambda: client.patch(kind, "a", {}, subresource="scale"),
         lambda: client.list(kind),
         lambda: client.patch(DEPLOYMENTS, "a", {}, subresource=value),
     ):

@@ -50,7 +50,7 @@ from edl.master.kube.members.records import (
     read_member_records,
     review_members,
 )
-from edl.master.kube.observation import OwnerObservation, Plan, PodDeletion, find_condition
+from edl.master.kube.observation import OwnerObservation, Plan, PodDeletion, describe_store, find_condition
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause
 
@@ -392,15 +392,13 @@ def _note_outcome(draft: JobDraft, reason: str, key: str, outcome: MemberOutcome
 
 
 def _note_changes(draft: JobDraft) -> None:
-    job, status = draft.job, draft.job.status
+    job, status, accepted = draft.job, draft.job.status, describe_store(draft.observation.store)
     if job.scaling == "auto" and job.replicas is not None and status.get("observedGeneration") != job.generation:
         draft.note("ScaleIgnored", f"spec.replicas is {job.replicas}, but spec.scaling is auto", warning=True)
     if job.ignored_edits and status.get("ignoredEdits") != job.ignored_edits:
         draft.note("StoreChangeIgnored", job.ignored_edits, warning=True)
-    elif draft.observation.store.refused and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
-        draft.note("StoreNotAllowed", draft.observation.store.refused, warning=True)
-    elif draft.observation.store.unreachable and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
-        draft.note("StoreUnreachable", draft.observation.store.unreachable, warning=True)
+    elif accepted.reason != "Valid" and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
+        draft.note(accepted.reason, accepted.message, warning=True)
     grown = [index for index in draft.create if not draft.records[f"{WORKER}-{index}"].replaces]
     if status.get("phase") == "Suspended":
         draft.note("Resumed", "spec.suspend is false again")

@@ -112,7 +112,7 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
             f"{target.kind} {target.name} does not let pool {pool.name} scale it: have its owner annotate it"
             f" with {SCALED_BY}={pool.name}"
         )
-    scale = api.read_scale(kind, target.name, namespace)
+    scale = api.get(kind, target.name, namespace, subresource="scale")
     if scale is None:
         return None
     replicas, there = (scale.get("spec") or {}).get("replicas", 0), (scale.get("status") or {}).get("replicas", 0)
@@ -295,7 +295,8 @@ class Reconciler:
             taken = self._make(owner, plan)
             if plan.scale is not None:
                 target, replicas = plan.scale
-                self._api.write_scale(target.type, target.name, replicas, owner.namespace)
+                spec = {"spec": {"replicas": replicas}}
+                self._api.patch(target.type, target.name, spec, owner.namespace, subresource="scale")
         except (InvalidObjectError, AccessDeniedError, QuotaExceededError) as exc:
             self._remember_refusal(resource, owner, exc)
             raise

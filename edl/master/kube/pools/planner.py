@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from edl.kube.objects import Object, format_time
 from edl.master.kube.members.pod_template import POD_ADDRESS, build_member_pod
-from edl.master.kube.members.pods import MemberPod, find_main_container
+from edl.master.kube.members.pods import MemberPod, find_main_container, get_list
 from edl.master.kube.members.records import (
     LAUNCH_PATIENCE_S,
     ExcludedNode,
@@ -96,13 +96,9 @@ def build_teacher_pod(pool: TeacherPool, index: int, record: MemberRecord) -> Ob
     main.setdefault("readinessProbe", {**_probe("/readyz", failures=1), "periodSeconds": 2})
     own = {"name": "grpc", "containerPort": SERVE_PORT, "protocol": "TCP"}
     main["ports"] = list(main.get("ports") or [own])
-    if not any(port.get("name") == _METRICS_NAME for item in spec["containers"] for port in _ports_of(item)):
+    if not any(port.get("name") == _METRICS_NAME for item in spec["containers"] for port in get_list(item, "ports")):
         main["ports"].append({"name": _METRICS_NAME, "containerPort": METRICS_PORT, "protocol": "TCP"})
     return pod
-
-
-def _ports_of(container: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [port for port in container.get("ports") or [] if isinstance(port, Mapping)]
 
 
 def _probe(path: str, failures: int) -> dict[str, Any]:

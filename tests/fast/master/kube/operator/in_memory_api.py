@@ -29,10 +29,15 @@ class InMemoryApi:
         self._lives: dict[tuple[str, str, str], int] = {}
         self.now_s = 1_000_000.0
 
-    def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
+    def get(
+        self, kind: ResourceType, name: str, namespace: str | None = None, *, subresource: str = ""
+    ) -> Object | None:
         found = copy.deepcopy(self.objects.get((kind.plural, namespace or "", name)))
         self._count("get", kind, name)
-        return found
+        if found is None or not subresource:
+            return found
+        replicas = {"replicas": found["spec"]["replicas"]}
+        return {"spec": replicas, "status": replicas}
 
     def list(
         self, kind: ResourceType, namespace: str | None = None, *, label_selector: str = "", field_selector: str = ""
@@ -90,7 +95,7 @@ class InMemoryApi:
         if version is not None and version != found["metadata"]["resourceVersion"]:
             self._count("patch", kind, name)
             raise ConflictError(f"{key} has changed")
-        if subresource:
+        if subresource == "status":
             patch = {subresource: patch.get(subresource, {})}
         changed = merge(found, patch)
         changed["metadata"]["resourceVersion"] = str(next(self._versions))
@@ -115,20 +120,6 @@ class InMemoryApi:
         there = self.objects.pop(key, None) is not None
         self._count("delete", kind, name)
         return there
-
-    def read_scale(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        found = self.objects.get((kind.plural, namespace or "", name))
-        self._count("get", kind, name)
-        if found is None:
-            return None
-        replicas = found["spec"]["replicas"]
-        return {"spec": {"replicas": replicas}, "status": {"replicas": replicas}}
-
-    def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
-        return self.patch(kind, name, {"spec": {"replicas": replicas}}, namespace)
-
-    def has_resource(self, kind: ResourceType) -> bool:
-        return True
 
     def put(self, kind: ResourceType, obj: Object) -> None:
         """Set an object, as users and kubelets do; counts as no call."""

@@ -300,15 +300,18 @@ def test_old_look_makes_no_pods() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "reason"),
     [
-        ("read_scale", NotServedError("get gizmos/scale: not found"), "ObjectRefused"),
-        ("write_scale", AccessDeniedError("gizmos/scale: not allowed (403)"), "AccessDenied"),
+        ("get", NotServedError("get gizmos/scale: not found"), "ObjectRefused"),
+        ("patch", AccessDeniedError("gizmos/scale: not allowed (403)"), "AccessDenied"),
     ],
 )
 def test_scale_target_that_is_refused(monkeypatch: pytest.MonkeyPatch, call: str, error: EDLError, reason: str) -> None:
-    def refuse(*args: Any) -> Object:
-        raise error
+    def refuse(*args: Any, subresource: str = "") -> Any:
+        if subresource == "scale":
+            raise error
+        return usual(*args, **({"subresource": subresource} if subresource else {}))
 
     api = InMemoryApi()
+    usual = getattr(api, call)
     target = {"apiVersion": "example.com/v1", "kind": "Gizmo", "name": "triton"}
     spec = {"store": "consul://c", "scaleTargetRef": target, "scaling": "external", "replicas": 2, "maxReplicas": 4}
     api.put(TEACHER_POOLS, {"metadata": dict(METADATA), "spec": spec})

@@ -28,15 +28,12 @@ from edl.discovery.sqlite import RowClaim, SqliteStore
 from edl.discovery.store import Store, check_key, check_prefix, check_value
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
-from edl.protocol.channel import listen, make_server
+from edl.protocol.channel import LoopServer, listen, make_server
 from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
-from edl.resource import Resource
 
 logger = logging.getLogger(__name__)
 
-_START_S: Final = 10.0
-"""How long startup may take: milliseconds, or seconds on a machine that swaps."""
 _STOP_S: Final = 0.2
 """How long pending calls may take to end. Watches do not end by themselves, and clients retry elsewhere."""
 _RETURN_S: Final = 3.0
@@ -342,7 +339,7 @@ class SeriesRings:
 # --- The server ---
 
 
-class StoreServer(Resource):
+class StoreServer(LoopServer):
     """Serves the store in a file until closed. Other processes may use the file, but only one may serve it.
 
     `sample` is called about every 10 s, in its own thread, for the metrics that the server keeps for some hours.
@@ -369,20 +366,11 @@ class StoreServer(Resource):
         self._limits = limits or StoreLimits()
         self._rings = SeriesRings()
         self._servicer: StoreServicer | None = None
-        self._failure: BaseException | None = None
-        self._started = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
         address.check_free()
         self._store = self._own(SqliteStore(path, timeout_s=_FILE_S))
         self._expected_until = time.monotonic() + _RETURN_S if self.holds("") else 0.0
         # Closed before the file: parts are closed from the last to the first.
-        self._own(BackgroundLoop("edl-store-server", self._run, self._interrupt))
-        if not self._started.wait(_START_S):
-            self._failure = DiscoveryError(f"the store at {address.endpoint} did not start within {_START_S:g} s")
-        if self._failure is not None:
-            self.close()
-            raise self._failure
+        self._start("edl-store-server", f"the store at {address.endpoint}")
         if sample is not None:
             self._own(BackgroundLoop("edl-store-series", lambda: self._record(sample)))
 
@@ -401,7 +389,7 @@ class StoreServer(Resource):
     @property
     def failed(self) -> bool:
         """Whether it has ended without being closed."""
-        return self._failure is not None
+        return self.failure is not None
 
     def holds(self, prefix: str) -> bool:
         """Return whether any keys start with `prefix`. Thread-safe."""
@@ -417,22 +405,7 @@ class StoreServer(Resource):
             logger.debug("the current metrics were not recorded: %s", exc)
         return EVERY_S
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except (DiscoveryError, SettingsError) as exc:
-            self._failure = exc
-        except Exception as exc:
-            logger.exception("the store at %s ended", self._address.endpoint)
-            self._failure = exc
-        finally:
-            self._started.set()
-
     async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        if self._closed:  # closed before there was anything to stop
-            return
         servicer = StoreServicer(self._store, self._limits, self.name, self._rings)
         server = make_server(self._files, servicer.handler(), _OPTIONS)
         try:
@@ -451,9 +424,3 @@ class StoreServer(Resource):
                 await ticking
             servicer.end()
             await server.stop(_STOP_S)
-
-    def _interrupt(self) -> None:
-        loop, stop = self._loop, self._stop
-        if loop is not None and stop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(stop.set)

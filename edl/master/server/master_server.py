@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -25,7 +24,7 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from edl.background import BackgroundLoop, start_call
+from edl.background import start_call
 from edl.backoff import Backoff
 from edl.datasets import same_data
 from edl.discovery import Store, open_store
@@ -55,15 +54,13 @@ from edl.master.shards import ShardBook
 from edl.master.shards.units import check_spec, describe_difference
 from edl.notifier import Notifier
 from edl.protocol import master as messages
-from edl.protocol.channel import listen, make_server
+from edl.protocol.channel import LoopServer, listen, make_server
 from edl.protocol.tls import CredentialFiles
 from edl.quoting import shown
-from edl.resource import Resource
 from edl.settings import Credentials, DiscoverySettings
 
 logger = logging.getLogger(__name__)
 
-_START_S: Final = 10.0  # to start listening: it takes milliseconds, and seconds on a machine that swaps
 _STOP_S: Final = 0.2  # for calls in flight; clients ask the next master
 _LOOK_S: Final = 0.05  # how often a candidate checks whether it leads, without asking the Store
 _RIVAL_S: Final = 1.0  # how often a candidate that stands by asks the Store who leads
@@ -111,7 +108,7 @@ class MasterSettings:
     credentials: Credentials = field(default_factory=Credentials)
 
 
-class MasterServer(Resource):
+class MasterServer(LoopServer):
     """A candidate in threads of its own: never blocks its caller, and runs until it is closed or fails.
 
     Args:
@@ -145,7 +142,6 @@ class MasterServer(Resource):
         self.job: Final = job
         self.settings: Final = settings
         self.endpoint = ""
-        self.failure: BaseException | None = None
         self.done = False
         self.rival = ""
         self.metrics: Final = CollectorRegistry() if metrics is None else metrics
@@ -158,14 +154,11 @@ class MasterServer(Resource):
         self._datasets = {name: check_spec(name, spec) for name, spec in (datasets or {}).items()}
         self._files = CredentialFiles.of(settings.credentials, serving=True)
         self._changed = Notifier()
-        self._started = threading.Event()
         self._servicer = MasterServicer(job, self._status)
         self._journal_name = _IN_STORE if settings.journal.startswith("store:") else settings.journal
         self._anew = settings.begin_anew  # until this master leads
         self._rates = UnitRates(_WINDOW_S)
         self._shown: dict[str, Any] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop = asyncio.Event()
         self._address = ListenAddress(settings.host, settings.port)
         self._address.check_free()
         self._url = DiscoverySettings.of(settings.store).url
@@ -174,12 +167,7 @@ class MasterServer(Resource):
         self._newest: dict[str, Any] | None = None  # the report that waits to be written
         self._writing: Future[None] | None = None
         self._store_is_away = False
-        self._thread = self._own(BackgroundLoop("edl-master", self._run, self._interrupt))
-        if not self._started.wait(_START_S):
-            self.failure = DiscoveryError(f"the master at {self._address.endpoint} did not start within {_START_S:g} s")
-        if self.failure is not None:
-            self.close()
-            raise self.failure
+        self._start("edl-master", f"the master of job {job!r} at {self._address.endpoint}")
         if not is_loopback(settings.host) and not settings.credentials.token_file:
             logger.warning(
                 "the master listens on %s without a token: anyone who reaches this port can read where the job's data "
@@ -223,29 +211,9 @@ class MasterServer(Resource):
     def _halt(self) -> None:
         self._changed.notify()
 
-    def _interrupt(self) -> None:
-        if (loop := self._loop) is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._stop.set)
-
     # --- In the event loop's thread. ---
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except EDLError as exc:
-            self.failure = exc
-        except Exception as exc:
-            logger.exception("the master of job %r ended", self.job)
-            self.failure = exc
-        finally:
-            self._started.set()
-            self._changed.notify()
-
     async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        if self._closed:  # before there was anything to stop
-            return
         server = make_server(self._files, self._servicer.handler(), _OPTIONS)
         try:
             port = listen(server, self._address.endpoint, self._files)

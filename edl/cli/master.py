@@ -29,7 +29,7 @@ from edl.errors import ConflictError, ProtocolError, SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
 from edl.master.naming import read_report, report_key
-from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor, WorkerAdvice
+from edl.master.scaling.advisor import ScalingAdvisor, WorkerAdvice
 from edl.master.scaling.teachers import TeacherScalingSettings
 from edl.master.scaling.workers import ThroughputHistory, WorkerObservation, WorkLeft, decide_workers
 from edl.master.server import MasterServer, MasterSettings
@@ -356,7 +356,7 @@ _PAUSES: Final = ("rendezvous", "load", "rollback")
 
 
 def _open_advisor(store: Store, options: argparse.Namespace, leads: Callable[[], bool]) -> ScalingAdvisor:
-    settings = AdvisorSettings(TeacherScalingSettings(least=options.min_teachers, most=options.max_teachers))
+    settings = TeacherScalingSettings(least=options.min_teachers, most=options.max_teachers)
     workers = None
     if options.max_workers is not None:
         if not 1 <= options.min_workers <= options.max_workers:

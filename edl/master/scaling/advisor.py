@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from edl.background import BackgroundLoop
@@ -32,18 +32,11 @@ logger = logging.getLogger(__name__)
 
 _ELECTION = "advisor"
 _MOST_DECISIONS = 20  # kept in a record, for people: a few kilobytes
+INTERVAL_S = 2.0  # between two readings of all loads
+_REFRESH_S = 5.0  # an unchanged record is rewritten after this time, to show that the advisor is alive
+_LEASE_S = 10.0  # after which another advisor leads if the leader is lost
 _LAST_RETRY_S = 10.0
 _COMPARE_S = 10.0  # how often a standby advisor checks the leader's bounds
-
-
-@dataclass(frozen=True)
-class AdvisorSettings:
-    """Settings of an advisor. Durations in seconds."""
-
-    teachers: TeacherScalingSettings = field(default_factory=TeacherScalingSettings)
-    interval_s: float = 2.0  # between two readings of all loads
-    refresh_s: float = 5.0  # an unchanged record is rewritten after this time, to show that the advisor is alive
-    ttl_s: float = 10.0  # after which another advisor leads if the leader is lost
 
 
 @dataclass(frozen=True)
@@ -65,22 +58,21 @@ class ScalingAdvisor(Resource):
     def __init__(
         self,
         store: Store,
-        settings: AdvisorSettings | None = None,
+        settings: TeacherScalingSettings | None = None,
         *,
         workers: Callable[[], WorkerAdvice | None] | None = None,
     ) -> None:
         super().__init__()
         self._store = store
-        self._settings = settings or AdvisorSettings()
+        self._settings = settings or TeacherScalingSettings()
         self._workers = workers
         self._services: dict[str, _Wanted] = {}
         self._jobs: dict[str, _Wanted] = {}
-        self._backoff = Backoff(self._settings.interval_s, max(_LAST_RETRY_S, self._settings.interval_s), jitter=0.2)
+        self._backoff = Backoff(INTERVAL_S, _LAST_RETRY_S, jitter=0.2)
         self._compare_at_s = 0.0
         self._other: tuple[object, ...] = ()
-        teachers = self._settings.teachers
-        name = {"host": socket.gethostname(), "pid": os.getpid(), "least": teachers.least, "most": teachers.most}
-        self._election: Election = store.elect(_ELECTION, json.dumps(name).encode(), self._settings.ttl_s)
+        name = {"host": socket.gethostname(), "pid": os.getpid(), "least": self._settings.least, "most": self._settings.most}
+        self._election: Election = store.elect(_ELECTION, json.dumps(name).encode(), _LEASE_S)
         self._own(BackgroundLoop("edl-advisor", self._step))
 
     @property
@@ -113,7 +105,7 @@ class ScalingAdvisor(Resource):
         if self._backoff.failures:
             logger.info("loads are read again")
             self._backoff.reset()
-        return self._settings.interval_s
+        return INTERVAL_S
 
     def _advise_teachers(self) -> None:
         loads = read_services(self._store)
@@ -125,13 +117,13 @@ class ScalingAdvisor(Resource):
             load = loads.get(name, ServiceLoad(name))
             if load.students or load.teachers:
                 service.seen_s = now_s
-            elif now_s - service.seen_s > self._settings.teachers.down_s:
+            elif now_s - service.seen_s > self._settings.down_s:
                 if self._election.is_leader:
                     self._store.delete(service.key)
                 del self._services[name]
                 continue
             observation = observe_teachers(load, now_s)
-            state, decision = decide_teachers(service.state, observation, self._settings.teachers)
+            state, decision = decide_teachers(service.state, observation, self._settings)
             if not self._election.is_leader:
                 continue
             figures = {"demand": observation.demand, "rate": observation.rate}
@@ -147,7 +139,7 @@ class ScalingAdvisor(Resource):
         if not leader or self._election.is_leader:
             return
         other = tuple(leader.get(name) for name in ("host", "pid", "least", "most"))
-        own = self._settings.teachers
+        own = self._settings
         if other == self._other or other[2:] == (own.least, own.most):
             return
         self._other = other
@@ -163,7 +155,7 @@ class ScalingAdvisor(Resource):
     def _restore(self, kind: WantedKind, name: str) -> _Wanted:
         """Continue from another advisor's record, unless it is older than any window."""
         found = read_wanted(self._store, kind, name)
-        if found is None or time.time() - found["time"] > self._settings.teachers.down_s:
+        if found is None or time.time() - found["time"] > self._settings.down_s:
             return _Wanted(kind, name, {}, TeacherScalingState(), time.monotonic())
         return _Wanted(kind, name, found, TeacherScalingState(wanted=int(found["count"])), time.monotonic())
 
@@ -183,7 +175,7 @@ class ScalingAdvisor(Resource):
     ) -> None:
         now_s, clock = time.monotonic(), time.time()
         moved = count != before
-        if not moved and wanted.record and now_s - wanted.written_s < self._settings.refresh_s:
+        if not moved and wanted.record and now_s - wanted.written_s < _REFRESH_S:
             return
         decisions = list(wanted.record.get("decisions", ()))
         if moved:

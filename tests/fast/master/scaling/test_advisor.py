@@ -13,15 +13,20 @@ from edl.discovery import Store
 from edl.errors import DiscoveryError
 from edl.load_reporting import read_all_wanted, read_wanted
 from edl.master.scaling import advisor as module
-from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor, WorkerAdvice
+from edl.master.scaling.advisor import ScalingAdvisor, WorkerAdvice
 from edl.master.scaling.teachers import TeacherScalingSettings
 from edl.master.scaling.workers import WorkerDecision
 from tests.waiting import wait_until
 
-SCALING = TeacherScalingSettings(up_s=0.2, down_s=0.6)
-QUICK = AdvisorSettings(SCALING, interval_s=0.05, refresh_s=0.1, ttl_s=10.0)
-PATIENT = replace(QUICK, teachers=replace(SCALING, down_s=60.0))
+QUICK = TeacherScalingSettings(up_s=0.2, down_s=0.6)
+PATIENT = replace(QUICK, down_s=60.0)
 """Goes on from what was written a minute ago: a starved machine takes long from one advisor to the next."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(module, "_REFRESH_S", 0.1)
 
 
 def publish(store: Store, demand: float, teachers: int = 1, service: str = "s") -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.errors import SettingsError
-from edl.master.scaling.advisor import AdvisorSettings
+from edl.master.scaling.advisor import INTERVAL_S
 from edl.master.scaling.teachers import (
     ScalingStep,
     StepPenalty,
@@ -124,7 +124,7 @@ def services(draw: st.DrawFn) -> SimulatedService:
 @given(services(), st.integers(0, 2**32))
 def test_three_moves_with_noise(service: SimulatedService, seed: int) -> None:
     """Of 5% in the demand, in the rate and in the rows, looked at as often as the advisor does."""
-    noisy = replace(service, noise=0.05, seed=seed, tick_s=AdvisorSettings.interval_s)
+    noisy = replace(service, noise=0.05, seed=seed, tick_s=INTERVAL_S)
     noisy.run(2 * SETTLED_S)
     # Three in all, whenever they are: of a demand at the very edge of the band, noise makes the first move late.
     assert len(noisy.moves) <= 3, noisy.moves

@@ -71,7 +71,8 @@ class ScalingAdvisor(Resource):
         self._backoff = Backoff(INTERVAL_S, _LAST_RETRY_S, jitter=0.2)
         self._compare_at_s = 0.0
         self._other: tuple[object, ...] = ()
-        name = {"host": socket.gethostname(), "pid": os.getpid(), "least": self._settings.least, "most": self._settings.most}
+        bounds = {"least": self._settings.least, "most": self._settings.most}
+        name = {"host": socket.gethostname(), "pid": os.getpid(), **bounds}
         self._election: Election = store.elect(_ELECTION, json.dumps(name).encode(), _LEASE_S)
         self._own(BackgroundLoop("edl-advisor", self._step))
 

@@ -81,7 +81,7 @@ NO_STEP: Final = -1  # what `Checkpointer.restore` returns if there is nothing t
 OVERHEAD: Final = 0.01  # smaller than the differences between runs on different days
 STORE_EVERY_S: Final = 300.0  # the most training time that is lost if all hosts fail at once
 _PAUSE_S: Final = 60.0  # for the agent during a pause; longer than a new worker's imports take on a busy machine
-_AGENT_S: Final = 600.0  # for a silent agent: one that was stopped by hand or swapped out responds within minutes
+AGENT_S: Final = 600.0  # an agent that was stopped by hand or swapped out responds within minutes
 CLOSE_S: Final = 600.0  # for the last state: enough for tens of gigabytes on a slow storage
 _POLL_S: Final = 0.005  # short next to a recovery, which takes some 100 ms
 _UNATTENDED_S: Final = 1.0  # about the lease after which other nodes consider this one dead
@@ -110,6 +110,7 @@ class Checkpointer:
         storage_interval_s: Seconds between two stored states. Default: `EDL_CHECKPOINT_INTERVAL_S`, or else 300.
         keep: Number of checkpoints to keep on storage, if this process writes them itself.
         overlap: Removed; True raises `SettingsError`.
+        agent_s: Seconds to wait for an agent that gives no sign of life, before `save` raises `TemporaryError`.
         slots: Shared memory to save to. Default: the slots that `EDL_SLOTS` names, or else private ones.
         board: Page on which to report to the agent. Default: the page that `EDL_BOARD` names, or else none.
         group: Process group whose ranks hold the state together. Default: torch's default group, if there is one.
@@ -129,6 +130,7 @@ class Checkpointer:
         storage_interval_s: float | None = None,
         keep: int = 3,
         overlap: Literal[False] = False,
+        agent_s: float = AGENT_S,
         slots: SlotPair | None = None,
         board: WorkerStatusPage | None = None,
         group: Group = None,
@@ -166,6 +168,7 @@ class Checkpointer:
         self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
         self._stored_at = time.monotonic()
         self._store_next = False
+        self._agent_s = agent_s
         self._writer = SlotWriter()
         self._run = new_run_id()
         self._slots.remove_mark()
@@ -509,7 +512,7 @@ class Checkpointer:
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
         )
         with self._status_page.in_phase(Phase.PAUSE):
-            deadline = time.monotonic() + _AGENT_S
+            deadline = time.monotonic() + self._agent_s
             while self._status_page.agent_silence_s > _UNATTENDED_S:
                 if time.monotonic() > deadline:
                     # An agent that responds again recognizes this message, and does not count it as the script's error.

@@ -18,7 +18,7 @@ from edl.cli.output import printable, show_looks, table
 from edl.command_line import CommandParser
 from edl.discovery import Instance, Registry, Snapshot, open_registry, open_store
 from edl.discovery.records import check_service
-from edl.errors import DiscoveryError, SettingsError
+from edl.errors import SettingsError
 from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_service, read_wanted
 from edl.master.scaling.teachers import TeacherScalingSettings, observe_teachers, required_teachers
 from edl.quoting import clip, did_you_mean, listed
@@ -130,19 +130,16 @@ def _show(found: _Look) -> RenderableType:
         for bad in snapshot.rejected:
             parts.append(Text(printable(f"left out: {snapshot.service}/{bad.id}: {bad.reason}"), "magenta"))
     view = found.view
-    if view is not None and (
-        view.load is None or view.load.students or view.load.teachers or found.snapshots[0].instances
-    ):
+    if view is not None and (view.load.students or view.load.teachers or found.snapshots[0].instances):
         parts += view.renderables()
     return Group(*parts)
 
 
 def _refuse_unknown(registry: Registry, url: str, snapshot: Snapshot, view: LoadView) -> None:
     """Raise SettingsError for a service that the store has no record of: its name was probably mistyped."""
-    load = view.load
     if snapshot.instances or snapshot.lapsed or snapshot.rejected or view.wanted is not None:
         return
-    if load is None or load.students or load.teachers:
+    if view.load.students or view.load.teachers:
         return
     there = registry.services()
     others = f"; there are teachers of {listed(there)}" if there else "; there are no teachers of other services"
@@ -187,58 +184,43 @@ def brief_meta(meta: Any) -> str:
 
 @dataclass(frozen=True)
 class LoadView:
-    """A service's load, as read from the Store.
+    """A service's load, with the number of `live` teachers; `wanted` is None if no master decides.
 
-    `load` is None if the Store does not respond, and `trouble` says why; `wanted` is None if no master decides. Numbers
-    from teachers whose registration `lapsed` are out of date.
+    Numbers from teachers whose registration `lapsed` are out of date.
     """
 
-    load: ServiceLoad | None
+    load: ServiceLoad
     wanted: Mapping[str, Any] | None
     live: int
-    trouble: str = ""
     lapsed: frozenset[str] = frozenset()
-
-    @property
-    def line(self) -> str:
-        """The load in one line: "3 live; 2 students wait 31% of their time; 5 would do"."""
-        if self.load is None:
-            return f"{self.live} live; the load of students is unknown: {self.trouble}"
-        return _describe_load(self.load, self.live)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON output."""
-        if self.load is None:
-            return {"load": None, "wanted": None, "text": self.line, "load_error": self.trouble}
-        required = required_teachers(observe_teachers(self.load, 0.0))
-        load = {**self.load.as_dict(), "would_do": required}
+        load = {**self.load.as_dict(), "would_do": required_teachers(observe_teachers(self.load, 0.0))}
         load["teachers"] = [
             {**part, "state": "lapsed"} if (part["teacher"] or part["id"]) in self.lapsed else part
             for part in load["teachers"]
         ]
-        return {"load": load, "wanted": self.wanted, "text": self.line, "load_error": ""}
+        return {"load": load, "wanted": self.wanted, "text": _describe_load(self.load, self.live)}
 
     def renderables(self) -> Iterator[RenderableType]:
         """Yield the tables of teachers and students, and the summary lines."""
-        if self.load is not None and self.load.teachers:
+        if self.load.teachers:
             yield _teachers_load(self.load, self.lapsed)
-        if self.load is not None and self.load.students:
+        if self.load.students:
             yield _students_load(self.load)
-        yield Text(printable(self.line), "bold")
+        yield Text(printable(_describe_load(self.load, self.live)), "bold")
         if self.wanted is not None:
             yield Text(printable(_wanted_line(self.wanted)))
 
 
 def look(url: str, snapshot: Snapshot) -> LoadView:
-    """Read a service's load from the Store. An outage is part of the result, not an error."""
+    """Read a service's load from the Store."""
     ready = sum(instance.state == "ready" for instance in snapshot.instances)
     lapsed = frozenset(instance.id for instance in snapshot.lapsed)
-    try:
-        with open_store(url) as store:
-            wanted = read_wanted(store, "teachers", snapshot.service)
-            return LoadView(read_service(store, snapshot.service), wanted, ready, lapsed=lapsed)
-    except DiscoveryError as exc:
-        return LoadView(None, None, ready, str(exc), lapsed)
+    with open_store(url) as store:
+        wanted = read_wanted(store, "teachers", snapshot.service)
+        return LoadView(read_service(store, snapshot.service), wanted, ready, lapsed)
 
 
 def _describe_load(load: ServiceLoad, live: int) -> str:

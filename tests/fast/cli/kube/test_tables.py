@@ -92,6 +92,11 @@ def pod(name: str, index: int, attempt: int, **status: Any) -> dict[str, Any]:
     return {"metadata": metadata, "spec": {"nodeName": "node1", "containers": [{"name": "edl"}]}, "status": status}
 
 
+def running_pod(index: int, attempt: int = 0) -> dict[str, Any]:
+    running = {"name": "edl", "state": {"running": {"startedAt": "2026-01-31T12:00:00Z"}}}
+    return pod(f"a-worker-{index}-{attempt}", index, attempt, phase="Running", containerStatuses=[running])
+
+
 def test_failed_job_is_explained() -> None:
     pods = [
         pod("first-worker-2-3", 2, 3, phase="Running", conditions=[{"type": "Ready", "status": "True"}]),
@@ -354,26 +359,16 @@ def test_terminal_is_safe() -> None:
     assert terminal_safe("10%\r50%\r100%\r") == "100%"
 
 
-def member_pod(index: int, attempt: int = 0, phase: str = "Running") -> Object:
-    labels = {"edl.io/role": "worker", "edl.io/index": str(index), "edl.io/try": str(attempt), "edl.io/owner-uid": "u"}
-    name = f"a-worker-{index}-{attempt}"
-    owners = [{"uid": "u", "controller": True}]
-    running = {"name": "edl", "state": {"running": {"startedAt": "2026-01-31T12:00:00Z"}}}
-    return {
-        "metadata": {"name": name, "uid": name, "labels": labels, "ownerReferences": owners},
-        "spec": {"containers": [{"name": "side"}, {"name": "edl"}], "nodeName": "node1"},
-        "status": {"phase": phase, "containerStatuses": [running] if phase == "Running" else []},
-    }
-
-
 def test_pods_are_chosen() -> None:
-    pods = [member_pod(10), member_pod(2, 1), member_pod(2, 0, "Failed"), member_pod(2, 10, "Pending")]
+    pods = [running_pod(10), running_pod(2, 1), pod("a-worker-2-0", 2, 0, phase="Failed")]
+    pods.append(pod("a-worker-2-10", 2, 10, phase="Pending"))
+    pods[0]["spec"]["containers"].insert(0, {"name": "side"})
     found, _ = read_member_pods(pods, "u")
     assert {item.container for item in found} == {"edl"}
     assert [item.name for item in select_newest(found)] == ["a-worker-2-10", "a-worker-10-0"]
 
 
-POD = member_pod(0)
+POD = running_pod(0)
 
 JOB: Object = {"metadata": {"name": "a", "namespace": "n", "uid": "u"}, "spec": {}, "status": {"phase": "Running"}}
 
@@ -488,7 +483,7 @@ def test_crashed_container_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> 
 def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answers = [refuse(KubernetesError("dial tcp: no route to host")), lambda: iter([b"2026-01-31T12:00:00Z second\n"])]
     cluster = FakeCluster(lambda: answers.pop(0)())
-    monkeypatch.setattr(logs, "list_pods", lambda client, target: [POD, member_pod(1)])
+    monkeypatch.setattr(logs, "list_pods", lambda client, target: [POD, running_pod(1)])
     monkeypatch.setattr(logs, "find_target", lambda client, name: Target("job", "a", JOB))
     monkeypatch.setattr(logs, "open_cluster", lambda options: contextlib.nullcontext(cluster))
     assert logs.main(["a"]) == 1
@@ -498,8 +493,7 @@ def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_evicted_pod_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    evicted = member_pod(0, phase="Failed")
-    evicted["status"]["reason"] = "Evicted"
+    evicted = pod("a-worker-0-0", 0, 0, phase="Failed", reason="Evicted")
     monkeypatch.setattr(logs, "list_pods", lambda client, target: [evicted])
     cluster = FakeCluster(refuse(InvalidObjectError("no container")))
     assert logs._show(cast(KubeClient, cluster), Target("job", "a", JOB), None, None, logs.LogScreen(prefix=True))

@@ -95,9 +95,8 @@ class _Student:
 
     def rate(self, name: str) -> StudentRate:
         readers = list(self.readers.values()) or [
-            replace(self.last, rows_per_s=0.0, demand=0.0, teachers=(), idle=True)
+            replace(self.last, rows_per_s=0.0, demand=0.0, rows_asked=0.0, wait_s=0.0, teachers=(), idle=True)
         ]
-        closed = not self.readers
         demands = [reader.demand for reader in readers if reader.demand is not None]
         return StudentRate(
             id=text(name),
@@ -110,8 +109,8 @@ class _Student:
             teachers=tuple(dict.fromkeys(teacher for reader in readers for teacher in reader.teachers)),
             idle=all(reader.idle for reader in readers),
             seconds=max(reader.seconds for reader in readers),
-            rows_asked=self.rows_before + (0.0 if closed else sum(reader.rows_asked for reader in readers)),
-            wait_s=self.wait_before_s + (0.0 if closed else sum(reader.wait_s for reader in readers)),
+            rows_asked=self.rows_before + sum(reader.rows_asked for reader in readers),
+            wait_s=self.wait_before_s + sum(reader.wait_s for reader in readers),
         )
 
 

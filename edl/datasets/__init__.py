@@ -1,7 +1,8 @@
 """Data sets that `edl master` cuts into shards, or that `edl label` labels.
 
-A new kind of file that is cut into shards is a subclass of `Dataset`, listed in `_KINDS` of `opening`; `parquet` is the
-example to follow. A new kind of file to label is an `_open_` function of `rows`, called by `open_data`.
+To support a new kind of file that is cut into shards, write a subclass of `Dataset` and list it in `_KINDS` in
+`opening`; `parquet` is the example to follow. To support a new kind of file to label, write an `_open_` function in
+`rows` and call it in `open_data`.
 """
 
 from __future__ import annotations

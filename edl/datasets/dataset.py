@@ -3,9 +3,10 @@
 `open_dataset` reads the data once and records in an index where shards begin. The `spec` with that index goes to the
 master, which hands out leases: ranges of units within a shard.
 
-An index has one or more parts; a source that grows gets further parts appended. A part has a JSON head and columns of
-whole numbers, in as few bytes per number as the largest needs. All lowest bytes come first, then all second bytes (the
-shuffle filter of HDF5 and Blosc), compressed, so that a shard of text takes about six bytes.
+An index has one or more parts; when a source grows, further parts are appended. A part has a JSON head and columns of
+whole numbers. Each number in a column takes as few bytes as the largest number needs. A column contains the lowest
+bytes of all numbers first, then all second bytes, and so on (the shuffle filter of HDF5 and Blosc), and is compressed.
+A shard of text then takes about six bytes.
 """
 
 from __future__ import annotations
@@ -54,18 +55,19 @@ class ShardSettings:
     """How a data set is cut into shards, the order of the shards, and when a lease ends.
 
     Attributes:
-        shard_size: Units (samples, lines, rows, files) per shard. None for the kind's default: 64, or for
-            Parquet the rows of the largest row group.
-        epochs: Passes over the data; 0 for no end.
+        shard_size: Units (samples, lines, rows, files) per shard. None for the kind's default: 64, or for Parquet the
+            number of rows in the largest row group.
+        epochs: Passes over the data; 0 for endless passes.
         shuffle: Hand out the shards of an epoch in an order determined by `seed` and the epoch.
         shuffle_within: Read the units of a shard in an order determined by `seed`, the epoch and the shard.
-        seed: Seed of both orders.
+        seed: Seed for both orders.
         max_failures: Number of failures after which a shard is poisoned.
         lease_s: Seconds without a renewal after which a shard goes to another reader.
         session_s: Seconds of silence after which a reader counts as ended.
-        flush_s: For a source without an end: seconds without growth after which units that fill no shard are handed
-            out as a short one; 0 to keep them until the source ends.
-        commit: "report": a shard is done when it is reported; "checkpoint": when a checkpoint of the reader covers it.
+        flush_s: For a source without an end: seconds without growth after which units that do not fill a shard are
+            handed out as a short shard; 0 to hold them back until the source ends.
+        commit: "report": a shard is done when its reader reports it; "checkpoint": a shard is done when a checkpoint of
+            the reader covers it.
 
     Raises:
         SettingsError: A value cannot be used.
@@ -186,7 +188,7 @@ def pack_part(head: Mapping[str, Any], columns: Mapping[str, Numbers]) -> bytes:
 
 
 def unpack_parts(index: bytes) -> list[IndexPart]:
-    """Return the parts of an index, which is untrusted: it arrives over the network."""
+    """Return the parts of an index; the index is untrusted, because it arrives over the network."""
     parts = []
     at = 0
     try:
@@ -222,17 +224,17 @@ def _unpack(plain: bytes) -> IndexPart:
 
 
 class Dataset(abc.ABC):
-    """A data set that is cut into shards of `spec.shard_size` units; the last one may be shorter.
+    """A data set that is cut into shards of `spec.shard_size` units; the last shard may be shorter.
 
-    Holds no open file, so it can be pickled, and used after a fork and in several threads.
+    A data set keeps no file open, so it can be pickled, and it can be used after a fork and in several threads.
 
     Args:
         spec: The specification that the master keeps.
-        samples: Your sequence or `Source`, for data sets whose samples your code makes.
+        samples: Your sequence or `Source`, for data sets whose samples your code creates.
 
     Raises:
         SettingsError: The specification cannot be used, or needs `samples`.
-        ProtocolError: Its index cannot be read.
+        ProtocolError: The index in the specification cannot be read.
     """
 
     _unit: ClassVar[str] = "samples"
@@ -255,7 +257,7 @@ class Dataset(abc.ABC):
 
     @property
     def kind(self) -> str:
-        """Kind of data set, such as "lines"."""
+        """The kind of the data set, such as "lines"."""
         return self._spec.kind
 
     @property
@@ -265,7 +267,7 @@ class Dataset(abc.ABC):
 
     @property
     def grows(self) -> bool:
-        """Whether more units may follow. A `Follower` reports them to the master."""
+        """Whether more units may follow. A `Follower` reports new units to the master."""
         return self.kind in ("follow", "source")
 
     def describe(self) -> str:
@@ -276,7 +278,7 @@ class Dataset(abc.ABC):
 
     @classmethod
     def _read_options(cls, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options of this kind of data set: the given ones, and defaults for the rest."""
+        """Return all options for this kind of data set: the given ones, and defaults for the rest."""
         if unknown := given.keys() - cls._options_known.keys():
             raise SettingsError(f"data of kind {kind!r} has no option {', '.join(map(repr, sorted(unknown)))}")
         for name, value in given.items():
@@ -294,12 +296,12 @@ class Dataset(abc.ABC):
     def _load(self, parts: Sequence[IndexPart]) -> int:
         """Load all parts of the index, and return their number of units.
 
-        An index that lacks something may raise `LookupError`, `ValueError`, `TypeError` or `AttributeError`.
+        If the index is incomplete, this may raise `LookupError`, `ValueError`, `TypeError` or `AttributeError`.
         """
 
     @abc.abstractmethod
     def _read_units(self, start: int, stop: int) -> Iterable[Any]:
-        """Read units, all of one shard, in order. A different number means that the data have changed."""
+        """Read units of one shard, in order. If their number is not `stop - start`, the data have changed."""
 
     def _id_of(self, unit: int) -> UnitId:
         return unit
@@ -324,7 +326,7 @@ class Dataset(abc.ABC):
             raise ProtocolError(f"the index of {spec.kind}:{spec.location} has a different number of units")
 
     def covers(self, lease: LeasedUnits) -> bool:
-        """Return whether the index here covers the units of a lease. If not, call `update`.
+        """Return whether this data set's index covers the units of a lease. If it does not, call `update`.
 
         Args:
             lease: Units of this data set.
@@ -335,10 +337,10 @@ class Dataset(abc.ABC):
         """Adopt a newer specification of the same data set, which has grown.
 
         Args:
-            spec: The master's current one.
+            spec: The master's current specification.
 
         Raises:
-            SettingsError: It is for a different data set.
+            SettingsError: The specification is for a different data set.
         """
         old, new = self._spec, spec
         if (old.kind, old.location, old.shard_size) != (new.kind, new.location, new.shard_size):
@@ -379,7 +381,7 @@ class Dataset(abc.ABC):
         return [self._id_of(first + place) for place in self._order(lease, first, stop)]
 
     def _order(self, lease: LeasedUnits, first: int, stop: int) -> Sequence[int]:
-        """Return the positions of a lease's units in their shard, which has the units `first` to `stop`."""
+        """Return the positions of a lease's units in their shard, which contains the units `first` to `stop`."""
         if not self._shuffle_within:
             return range(lease.start - first, lease.stop - first)
         order = Permutation(stop - first, b"%d/%d/%d" % (self._spec.seed, lease.epoch, lease.shard))
@@ -417,12 +419,12 @@ class Dataset(abc.ABC):
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
         """Return the current number of units, including unfinished ones if `final`, and whether the source is complete.
 
-        `update` discards earlier results. Raises `SourceError` if the source has shrunk or was replaced.
+        A call of `update` discards earlier results. Raises `SourceError` if the source has shrunk or was replaced.
         """
         raise NotImplementedError
 
     def _next_part(self, known: int, units: int) -> bytes:
-        """Return the part of the index from `known` up to `units`: all that `_look` counted, or all full shards."""
+        """Return the index part from unit `known` up to `units`: all units that `_look` counted, or all full shards."""
         return b""
 
 
@@ -432,7 +434,7 @@ def _load_again(kind: type[Dataset], spec: bytes, samples: Any) -> Dataset:
 
 @runtime_checkable
 class Source(Protocol):
-    """Units by offset, such as a growing table. Every reader creates its own, which must return the same units."""
+    """Units by offset, such as a growing table. Each reader creates its own `Source`, with the same units."""
 
     def count(self) -> int:
         """Return how many units can be read now. Never decreases."""
@@ -441,7 +443,7 @@ class Source(Protocol):
         """Return whether the source is complete."""
 
     def read(self, start: int, stop: int) -> Iterable[Any]:
-        """Return `stop - start` samples, the same whenever they are read.
+        """Return `stop - start` samples; every read of the same range must return the same samples.
 
         Args:
             start: First unit.
@@ -450,7 +452,7 @@ class Source(Protocol):
 
 
 class NumberedDataset(Dataset):
-    """The numbers from 0, the samples of your sequence that have these numbers, or the units of your `Source`."""
+    """The numbers from 0, or your sequence's samples with these numbers, or the units of your `Source`."""
 
     @classmethod
     def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:

@@ -1,7 +1,7 @@
 """Files by path or URL: finding them, reading byte ranges, and data sets whose units are whole files.
 
-A path is on this machine and needs only Python. A URL is read through fsspec. Every error is a `SourceError` that
-names the file.
+A path refers to a file on this machine, which only needs Python. A URL is read through fsspec. Every error is a
+`SourceError` that names the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PERMANENT: Final = {
 }
 """Errors that a retry would not change."""
 _VERSIONS: Final = ("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "mtime", "created")
-"""Names in fsspec's file systems for a value that changes when a file is rewritten."""
+"""Names that fsspec's file systems give to a value that changes when a file is rewritten."""
 
 
 class StorageError(SourceError):
@@ -115,9 +115,9 @@ def absolute(location: str) -> str:
 
 
 def list_files(location: str) -> list[str]:
-    """Return the files of an absolute path, folder (recursively) or pattern, sorted; hidden ones only if named.
+    """Return the files for an absolute path, folder (recursive) or pattern, sorted; hidden files only if named.
 
-    A folder that cannot be listed raises: files might be missing.
+    A folder that cannot be listed raises an error, because files might be missing from the result.
     """
     with translated(location):
         if _is_url(location):
@@ -141,7 +141,7 @@ def find_files(location: str) -> tuple[str, list[str], list[FileStat]]:
 
 
 def is_growing_folder(location: str) -> bool:
-    """Return whether a growing location is a folder or pattern, which gets files; otherwise it is a text."""
+    """Return whether a growing location is a folder or pattern, which gets new files; else it is a text file."""
     path = absolute(location)
     return location.endswith("/") or _is_folder(path) or (_is_pattern(path) and path not in list_files(path))
 
@@ -158,7 +158,7 @@ def _plain_folder(pattern: str) -> str:
 
 
 def _expand(folder: str, segments: Sequence[str], above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
-    """Yield the files under `folder` that match; `above` lists its parent folders, to which a link may lead back.
+    """Yield the files under `folder` that match; `above` lists parent folders, to which a link may lead back.
 
     `glob.glob` and fsspec are unsuitable: they leave out folders that they cannot list.
     """
@@ -230,7 +230,7 @@ def _file_system(location: str) -> Any:
 
 @contextlib.contextmanager
 def translated(path: str) -> Iterator[None]:
-    """Raise `SourceError` for any error of a file system: fsspec's wrap many libraries."""
+    """Raise `SourceError` for any error from a file system: fsspec's file systems wrap many libraries."""
     try:
         yield
     except EDLError:
@@ -254,7 +254,7 @@ class FileSample:
         id: Path within the set.
         path: Path or URL.
         nbytes: Size in bytes.
-        version: Modification time or tag, if that is compared.
+        version: Modification time or tag, if versions are compared.
     """
 
     id: str
@@ -279,7 +279,7 @@ class FileSample:
 class FileSet(Dataset):
     """Files in the order of their paths, such as a folder of images. Samples are `FileSample`s.
 
-    The files of a growing folder are in order of arrival, and count once they have not changed for a while.
+    The files in a growing folder are in the order of their arrival. A file counts once it has not changed for a while.
     """
 
     _unit: ClassVar[str] = "files"

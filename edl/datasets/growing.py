@@ -1,7 +1,8 @@
-"""Sources without an end (a growing text, a folder that gets files, or your `Source`), and their follower.
+"""Sources without an end (a growing text file, a folder that gets files, your `Source`), and their follower.
 
 A data set that grows is opened with an empty index. A `Follower`, run by the program that created the data set, reports
-the source's growth to the master: the number of units, and the next part of the index. Readers fetch it when needed.
+the source's growth to the master: the number of units, and the next part of the index. Readers fetch this part when
+    they need it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class FollowSettings:
 
     Attributes:
         poll_s: Seconds between two checks of the source.
-        settle_s: Seconds without a change after which a file in a folder counts: it might still be written.
+        settle_s: Seconds without a change after which a file in a folder counts; until then, a program might still be
+            writing it.
         end_after_s: Seconds without growth after which the source has ended; None for never.
         end_marker: Path or URL of a file whose existence ends the source; empty for none.
 
@@ -55,18 +57,19 @@ class FollowSettings:
 class Follower:
     """Follows a source that grows, in its own thread. A data set has a single follower at a time.
 
-    It continues where the master's index ends, so a follower may be killed and another one started. It waits while the
-    master or the storage is unreachable. Any other error ends it, and is kept in `error`.
+    A follower continues where the master's index ends, so you may kill it and start another follower. It waits while
+    the master or the storage is unreachable. Any other error ends the follower, and is kept in `error`.
 
     Args:
         client: A `MasterClient`.
         name: Name of the data set, which must exist.
-        dataset: Returned by `open_dataset` or `load_dataset`. Nothing else may use it while it is followed.
+        dataset: The data set, as returned by `open_dataset` or `load_dataset`. No other code may use it while it is
+            followed.
         settings: None for the defaults.
-        clock: Returns seconds, and never goes back. Tests pass their own.
+        clock: Function that returns seconds and never goes back. Tests pass their own clock.
 
     Attributes:
-        error: The error that ended the follower; None if there is none.
+        error: The error that ended the follower; None if there was no error.
 
     Raises:
         SettingsError: The data set does not grow.
@@ -115,7 +118,7 @@ class Follower:
             timeout_s: Seconds to wait.
 
         Returns:
-            Whether that happened in time.
+            Whether one of these happened in time.
 
         Raises:
             EDLError: The error that ended the follower.
@@ -134,7 +137,7 @@ class Follower:
         """Check the source once, and report its growth to the master.
 
         Returns:
-            Whether the source has ended, and the master knows.
+            Whether the source has ended, and the master knows that it has.
 
         Raises:
             SourceError: The source has changed.

@@ -1,7 +1,7 @@
 """Opens a data set by name and cuts it into shards, or recreates it from the master's specification.
 
-A name is `KIND:LOCATION`, or a function of the user's: `MODULE:FACTORY` or `FILE.py:FACTORY`. Only a user's name causes
-an import, never one in a message.
+A name is `KIND:LOCATION`, or refers to a user's function: `MODULE:FACTORY` or `FILE.py:FACTORY`. Code is imported only
+for a name that the user gives, never for a name in a message.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _EXPECTED: Final = (
 def open_dataset(
     location: str, settings: ShardSettings | None = None, *, samples: Any = None, **options: Any
 ) -> Dataset:
-    """Open a new data set, and cut it into shards. For this, text is read once from start to end.
+    """Open a new data set, and cut it into shards. To do so, a text data set is read once from start to end.
 
     Args:
-        location: `KIND:LOCATION`, as docs/master.md lists them, or `MODULE:FACTORY` or `FILE.py:FACTORY`: a function
-            that returns a sequence of samples or a `Source`.
-        settings: How to cut it into shards and hand them out; None for the defaults.
+        location: `KIND:LOCATION`, with a kind that docs/master.md lists, or `MODULE:FACTORY` or `FILE.py:FACTORY`: a
+            function that returns a sequence of samples or a `Source`.
+        settings: How to cut the data set into shards and hand these out; None for the defaults.
         samples: An existing sequence or `Source`; `location` is then `range:NAME` or `source:NAME`.
-        options: Options of the kind, such as `encoding="utf-8"`.
+        options: Options for the kind of data set, such as `encoding="utf-8"`.
 
     Returns:
-        The data set; create it at the master with its `spec`.
+        The data set; use its `spec` to create it at the master.
 
     Raises:
         SettingsError: The data set or an option does not exist.
@@ -90,15 +90,15 @@ def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
 
     Args:
         spec: The master's specification.
-        samples: For a data set whose samples your code makes: the `MODULE:FACTORY` it was created with, or the object
-            that it returns.
+        samples: For a data set whose samples your code creates: the `MODULE:FACTORY` with which the data set was
+            created, or the object that this function returns.
 
     Returns:
         The data set, ready to `read`.
 
     Raises:
         SettingsError: The data set is of an unknown kind, or needs `samples`.
-        ProtocolError: Its index cannot be read.
+        ProtocolError: The index in the specification cannot be read.
     """
     name = "range" if spec.kind == "source" else spec.kind
     if spec.kind == "follow":
@@ -115,8 +115,8 @@ def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
 def same_data(left: DatasetSpec, right: DatasetSpec) -> bool:
     """Return whether two specifications describe the same data, cut in the same way.
 
-    Their bytes may still differ: another build of zlib may compress an index differently. A source that grows counts as
-    the same however many units are known.
+    Their bytes may still differ: another build of zlib may compress an index differently. Two specifications of a
+    source that grows describe the same data, whatever the number of units in each.
 
     Args:
         left: A specification.

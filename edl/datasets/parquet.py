@@ -1,6 +1,7 @@
 """Tables in Parquet files: a unit is a row, and a read covers a row group. Needs pyarrow.
 
-Opening a data set reads only footers, and a reader decodes only the row groups of its shards. `pyarrow.dataset` is
+Opening a data set reads only the files' footers, and a reader decodes only the row groups in its shards.
+`pyarrow.dataset` is
 unsuitable: it does not notice that a file was replaced.
 """
 
@@ -28,8 +29,8 @@ _TAIL: Final = struct.Struct("<I4s")  # footer's length, magic (https://parquet.
 class ParquetDataset(Dataset):
     """Rows of Parquet files. Samples are dictionaries by column; `read_table` gives columns.
 
-    The last row group is kept, so that it is decoded once for consecutive shards. By default a shard has as many rows
-    as the largest row group: if all groups have one size, a shard is one group.
+    The row group that was read last is kept, so that it is decoded only once for consecutive shards. By default a shard
+    has as many rows as the largest row group, so if all groups have the same size, each shard is one group.
     """
 
     _unit: ClassVar[str] = "rows"
@@ -75,7 +76,7 @@ class ParquetDataset(Dataset):
         """Return the rows of a lease as a `pyarrow.Table`, in the order of `read`.
 
         Raises:
-            SettingsError: The lease is not of this data set.
+            SettingsError: The lease does not belong to this data set.
             SourceError: See `read`.
         """
         import pyarrow
@@ -132,7 +133,7 @@ class ParquetDataset(Dataset):
 
 
 def import_parquet() -> Any:
-    """Return pyarrow's module, which is an extra."""
+    """Return pyarrow's Parquet module; pyarrow is an extra."""
     try:
         import pyarrow.parquet
     except ImportError as exc:
@@ -145,7 +146,7 @@ def _group_rows(metadata: Any) -> list[int]:
 
 
 def _read_footer(path: str, nbytes: int) -> tuple[Any, int]:
-    """Return a file's metadata, and the CRC-32 of the footer, which holds it."""
+    """Return a file's metadata, and the CRC-32 of the footer that contains the metadata."""
     parquet = import_parquet()
     tail = read_range(path, max(0, nbytes - _TAIL.size), nbytes)
     length, magic = _TAIL.unpack(tail) if len(tail) == _TAIL.size else (0, b"")

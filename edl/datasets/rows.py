@@ -1,7 +1,7 @@
 """Data sets to label: rows, or sequences of tokens, as inputs of the teachers' model, batch by batch.
 
-Unlike a `Dataset`, a `LabelDataset` yields ids and arrays, and only for rows that need a label. If ids are known
-without the rows (`IndexedData`), no other row is loaded.
+Unlike a `Dataset`, a `LabelDataset` yields ids and arrays, and only for rows that need a label. If the ids are known
+without loading rows (`IndexedData`), only these rows are loaded.
 
 Arrays in `.npy` and `.npz` files are mapped into memory if possible, and never unpickled. Sequences from JSON lines and
 Parquet are held as one array of all tokens per input, with the start of each sequence.
@@ -37,7 +37,7 @@ SampleId: TypeAlias = int | str
 KnownFilter: TypeAlias = Callable[[list[SampleId], dict[str, Any] | None], Array]
 """Tells which ids need no label, bool [ids]. It also gets the inputs if a label belongs to one text."""
 Batch: TypeAlias = tuple[list[SampleId], dict[str, Any]]
-"""Ids, and inputs by name: arrays [rows, ...], or for sequences lists with an array [tokens, ...] per id."""
+"""Ids, and inputs by name: arrays [rows, ...], or for sequences, lists with one array [tokens, ...] per id."""
 
 _BLOCK = 65536  # ids looked up at a time: makes the call's cost negligible, in a few megabytes of Python objects
 _SEQUENCES_BLOCK = 4096  # sequences looked up at a time: some megabytes of tokens
@@ -59,19 +59,19 @@ def open_data(
         name: `FILE.npz` or `FILE.npy` (mapped into memory if possible), or `MODULE:FACTORY` or `FILE.py:FACTORY`: a
             function that returns a `Dataset`, a sequence or an iterable of samples (arrays, tuples or mappings).
             `FILE.jsonl` and `FILE.parquet` (list columns) contain sequences.
-        inputs: Inputs of the teachers' model: `NAME`, or `NAME=KEY` if the data set uses a different name (an array of
-            the file, the key of a mapping, the position in a tuple).
-        ids: Source of the ids: an array of an `.npz` file, an `.npy` file, or the key or position in a sample. None
-            to use a row's position as its id.
-        workers: Processes that load samples, as in PyTorch's `DataLoader`; 0 to load them in this process.
-        sequences: Whether each sample of a function is a sequence of tokens, of any length.
+        inputs: Inputs of the teachers' model: `NAME`, or `NAME=KEY` if the data set uses a different name. KEY is an
+            array in the file, a key in a mapping, or a position in a tuple.
+        ids: Source of the ids: an array in an `.npz` file, an `.npy` file, or a key or position in a sample. None to
+            use a row's position as its id.
+        workers: Number of processes that load samples, as in PyTorch's `DataLoader`; 0 to load samples in this process.
+        sequences: Whether each sample from a function is a sequence of tokens, of any length.
         offsets: For sequences in an `.npz` file, the array [sequences + 1] of their starts.
 
     Returns:
         The data set, whose `batches` yield ids and inputs.
 
     Raises:
-        SettingsError: The data set does not exist, or lacks a named part.
+        SettingsError: The data set does not exist, or lacks a part that an argument names.
     """
     pairs = (part.partition("=") for part in inputs)
     wanted = {name.strip(): key.strip() or name.strip() for name, _, key in pairs}
@@ -112,14 +112,14 @@ class LabelDataset(abc.ABC):
 
         Args:
             rows: Largest number of samples in a batch.
-            known: Tells which ids need no label.
+            known: Function that returns which ids need no label.
         """
 
 
 class IndexedData(LabelDataset):
     """A data set whose rows can be loaded one by one. `ids` are integers or strings [rows]; None for positions.
 
-    `checksum` covers the whole content, if known without reading it.
+    `checksum` covers the whole content, if the checksum is known without reading the content.
     """
 
     rows: int
@@ -136,7 +136,7 @@ class IndexedData(LabelDataset):
 
     @abc.abstractmethod
     def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
-        """Yield a batch for each part, a non-empty array of row positions. May read ahead of the batch it yields."""
+        """Yield a batch for each part, a non-empty array of row positions. Later parts may be read ahead."""
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
         """See `LabelDataset.batches`."""
@@ -224,7 +224,7 @@ class RaggedData(IndexedData):
 
 
 def _rows(array: Array, rows: Any) -> Array:
-    """Return rows of an array; refuse a mapped file that became shorter: reading it would end the process (SIGBUS)."""
+    """Return rows of an array; raise if its mapped file became shorter: a read would end the process (SIGBUS)."""
     if isinstance(array, np.memmap):
         path = Path(str(array.filename))
         if not path.exists() or path.stat().st_size < array.offset + array.nbytes:
@@ -262,7 +262,7 @@ def _member(path: Path, key: str) -> zipfile.ZipInfo:
 
 
 def _open_array(path: Path, key: str = "") -> Array:
-    """Return the array of an `.npy` file, or one of an `.npz` file; mapped, if the file stores it as in memory."""
+    """Return the array in an `.npy` file, or an array in an `.npz` file; mapped if stored as it is in memory."""
     if not key:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(found, np.ndarray):
@@ -288,7 +288,7 @@ def _open_array(path: Path, key: str = "") -> Array:
 
 
 def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> RaggedData:
-    """Read sequences from JSON lines such as `{"input_ids": [5, 3, 9]}`, or list columns of Parquet; null is empty."""
+    """Read sequences from JSON lines such as `{"input_ids": [5, 3, 9]}`, or Parquet list columns; null is empty."""
     keys = list(dict.fromkeys([*wanted.values(), *([ids] if ids is not None else [])]))
     parts: dict[str, list[Array]] = {name: [] for name in wanted}
     found_ids = []
@@ -322,7 +322,7 @@ def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> R
 
 
 def _json_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each row is, and the row. Lines may end as on Windows, after a byte order mark, and may be blank."""
+    """Yield each row's place, and the row. Windows line ends, a byte order mark and blank lines are allowed."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -355,7 +355,7 @@ def _parquet_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[s
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a Parquet file as Python has it; a list of numbers as an array."""
+    """Return a value from a Parquet file as a Python object, but a list of numbers as an array."""
     values = getattr(value, "values", None)
     if values is None or values.null_count:
         return value.as_py()
@@ -425,7 +425,7 @@ def _open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers
 def _take_field(
     sample: Any, key: str, position: int | None = None, *, alone: bool = False, sequences: bool = False
 ) -> Any:
-    """Return an input or the id of a sample: by key, by position in a tuple or list, or the sample itself.
+    """Return an input or the id from a sample: by key, by position in a tuple or list, or the sample itself.
 
     `position` is used if `key` is None; `alone` means that nothing else comes from a sample. With `sequences`, a list
     of numbers is a sample, as returned by tokenizers.
@@ -446,7 +446,7 @@ def _take_field(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Makes the inputs of a batch from samples, in the process that loads them. Can be pickled."""
+    """Creates the inputs of a batch from samples, in the process that loads the samples. Can be pickled."""
 
     fields: Mapping[str, Callable[[Any], Any]]  # find an input in a sample
     sequences: bool
@@ -508,7 +508,7 @@ class SequenceData(IndexedData):
 
     @functools.cached_property
     def _worker_processes(self) -> Iterable[dict[str, Any]]:
-        """The processes, which run as long as this object: shards follow one another, and a start is slow."""
+        """The processes. They run as long as this object exists: many passes follow, and starting them is slow."""
         from torch.utils.data import DataLoader
 
         return DataLoader(
@@ -522,7 +522,7 @@ class SequenceData(IndexedData):
 
 
 class _Parts:
-    """The parts of a loader's next pass: the loader gets a single object for all passes."""
+    """The parts for a loader's next pass: the loader gets this single object for all passes."""
 
     def begin(self, parts: Iterable[Array]) -> deque[Array]:
         """Begin a pass; return the queue of parts that were read but not yielded yet."""

@@ -1,9 +1,10 @@
-"""Text files by lines, and CSV by records: found in a single pass over the files, and read by ranges of bytes.
+"""Text files by lines, and CSV by records: one pass over the files finds the units; byte ranges are read later.
 
 The pass cuts the files, one after another, into segments: shards, or parts of a shard that is large or grows slowly.
-The index has the units, length in bytes and CRC-32 of each segment, which a reader checks before its first sample.
+For each segment, the index has the number of units, the length in bytes and the CRC-32. A reader checks these before it
+returns the segment's first sample.
 
-A newline ends a CSV record if the number of quotes before it is even, as RFC 4180 has it; Python's `csv` parses the
+A newline ends a CSV record if the number of quotes before it is even, as RFC 4180 specifies. Python's `csv` parses the
 records. pyarrow's CSV reader is unsuitable: it reads a file from the start, does not report the offsets at which
 records end, and guesses types from the first rows. Here all fields are text.
 """
@@ -60,9 +61,9 @@ _MOST_RECORD: Final = 256 << 20  # bytes of a CSV record: an open quote is notic
 
 
 class _SegmentCutter:
-    """Cuts a streamed text into segments, and keeps only their columns of the index.
+    """Cuts a streamed text into segments, and keeps only the segments' numbers for the index.
 
-    `units` is the number of earlier units. After `most_nbytes`, a segment ends even if its shard goes on.
+    `units` is the number of earlier units. After `most_nbytes`, a segment ends even if its shard is incomplete.
     """
 
     def __init__(self, shard_size: int, units: int = 0, most_nbytes: int = sys.maxsize) -> None:
@@ -86,7 +87,7 @@ class _SegmentCutter:
             self._cut(self.units)
 
     def pop_columns(self, *, rest: bool) -> dict[str, Numbers]:
-        """Return and forget the columns of the segments so far; with `rest`, including units that fill no shard."""
+        """Return and forget the columns for the segments so far; `rest`: include units that do not fill a shard."""
         if rest and self.units > self._cut_units:
             self._cut(self.units)
         columns = np.array(self._segments, np.int64).reshape(-1, 3).T
@@ -104,7 +105,7 @@ class _SegmentCutter:
 
 
 class _TextDataset(Dataset):
-    """Text files; a shard may go from the end of a file into the next one."""
+    """Text files; a shard may continue from the end of a file into the next file."""
 
     @classmethod
     def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
@@ -132,7 +133,7 @@ class _TextDataset(Dataset):
     @classmethod
     @abc.abstractmethod
     def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Pieces:
-        """Yield all bytes of a file, and where units end in them. May add options found in the first file."""
+        """Yield all bytes of a file, and where its units end. May add options found in the first file."""
 
     @abc.abstractmethod
     def _parse(self, path: str, at: int, data: bytes) -> Iterable[Any]:
@@ -160,7 +161,7 @@ class _TextDataset(Dataset):
         return itertools.islice(units, start - begin, None if stop == end else stop - begin)
 
     def _read_segment(self, segment: int) -> list[tuple[str, int, bytes]]:
-        """Return the bytes of a segment by file, each with its path and the offset of the first one."""
+        """Return the bytes of a segment by file, each with the file's path and the offset of the first byte."""
         begin, end = self._byte_begins[segment : segment + 2].tolist()
         files = len(self._paths)
         first = bisect.bisect_right(self._file_begins, begin, hi=files) - 1
@@ -190,7 +191,7 @@ class LinesDataset(_TextDataset):
 
     Samples are bytes, or `str` with an encoding, without the line's end (`\n` or `\r\n`) unless `keep_ends` is set. A
     byte order mark is data, except with the encoding `utf-8-sig`. In a file that grows, a line counts once its end is
-    written; the last one when the source ends.
+    written; a last line without an end counts when the source ends.
     """
 
     _unit: ClassVar[str] = "lines"
@@ -260,10 +261,10 @@ class LinesDataset(_TextDataset):
 
 
 class RecordsDataset(_TextDataset):
-    """CSV by records as RFC 4180 has it: a newline in quotes ends none.
+    """CSV by records as RFC 4180 specifies: a newline in quotes does not end a record.
 
-    Samples are dictionaries of text by column, or lists without names. Blank lines are skipped. A record with more or
-    fewer fields than there are columns is an error. All files need the same header.
+    Samples are dictionaries of text by column, or lists if the columns have no names. Blank lines are skipped. A record
+    with more or fewer fields than there are columns is an error. All files need the same header.
     """
 
     _unit: ClassVar[str] = "rows"
@@ -361,7 +362,7 @@ def _newline_ends(data: bytes) -> Numbers:
 
 
 def _check_encoding(options: dict[str, Any]) -> None:
-    """Refuse encodings in which a newline is not the byte 10; spell the one with a mark as Python does."""
+    """Refuse encodings in which a newline is not the byte 10; spell `utf-8-sig` as Python does."""
     encoding, errors = options["encoding"], options["errors"]
     if encoding is None:
         return
@@ -408,7 +409,7 @@ def _decode(path: str, encoding: str, errors: str, line: bytes) -> str:
 
 
 def _whole_units(path: str, blocks: Iterable[bytes], find_ends: Callable[[bytes], Numbers]) -> Pieces:
-    """Yield the bytes of a file in pieces that end where a unit ends. The last may be a unit without a newline."""
+    """Yield the bytes of a file in pieces that end where a unit ends. The last piece may lack a newline at its end."""
     begun: list[bytes] = []  # of a unit whose end has not been read
     for block in blocks:
         begun.append(block)
@@ -426,10 +427,10 @@ def _whole_units(path: str, blocks: Iterable[bytes], find_ends: Callable[[bytes]
 
 
 def _record_ends(path: str, options: Mapping[str, Any], data: bytes) -> Numbers:
-    """Return where records end in bytes that begin with one; a blank line is one here.
+    """Return where records end in bytes that begin with a record; a blank line counts as a record here.
 
-    A field with quotes must be quoted as a whole, and its quotes doubled. So every newline after an even number of
-    quotes ends a record, and no record has to be parsed.
+    A field with quotes must be in quotes as a whole, and the quotes inside it must be doubled. So every newline after
+    an even number of quotes ends a record, and this function need not parse records.
     """
     if options["quotechar"] is None or options["quotechar"].encode() not in data:
         return _newline_ends(data)

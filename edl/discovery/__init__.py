@@ -6,11 +6,11 @@ One URL gives the location: a SQLite file (one machine, no server to install), a
 - `store` defines the contract and the code that all stores share. `registry` keeps services in any store, and `records`
   defines an instance of a service.
 - Each backend is a module: `sqlite`, `etcd`, `consul` (with `consul_client`), and the folder `served` for `edl://`.
-- `balance` computes which teachers a student talks to, and students agree on it in a `group`.
+- `balance` computes which teachers a student talks to. `group` lets students agree on the result.
 
-To add a fifth store, write a module with a subclass of `Store` that implements its seven abstract methods (`etcd` is a
-model; `watching.Follower` says what a watch needs), add its scheme to `urls`, and run the tests of
-`tests/fast/discovery/conformance` on it. It then also serves as a registry.
+To add a fifth store, write a module with a subclass of `Store` that implements the seven abstract methods (`etcd` is a
+model; `watching.Follower` says what a watch needs). Add the store's scheme to `urls`, and run the tests in
+`tests/fast/discovery/conformance` on the store. The new store then also serves as a registry.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""Decides which teachers a student talks to. Pure: the same inputs, in any order, give the same answer.
+"""Decides which teachers a student talks to. The decision is pure: the same inputs, in any order, give the same answer.
 
-What holds for every answer of `balance`:
+Every answer from `balance` has these properties:
 
 1. **Wants.** A student has exactly min(its want, the number of teachers) different teachers, so no student starves
    while a teacher is available, no student is favoured, and a teacher has no students only when every student has as
    many teachers as it wants. Students share teachers if necessary.
-2. **Loads.** A teacher's load is the number of students linked to it, its relative load that number divided by its
-   capacity. Among all links that satisfy 1, these have the least sum of load²/capacity: moving a link, directly or by a
-   chain of other links, never brings the relative loads of loser and gainer closer together. So (2·load - 1)/capacity
-   of the loser is at most (2·load + 1)/capacity of the gainer. With equal capacities loads differ by 1 at most.
-3. **Moves.** Among all links that satisfy 1 and 2, the answer keeps as many previous links as possible. This is
-   exact for any change: several members joining and leaving at once, new capacities, new wants.
+2. **Loads.** A teacher's load is the number of students linked to it. Its relative load is that number divided by its
+   capacity. Among all links that satisfy 1, the answer has the least sum of load²/capacity. Moving a link from one
+   teacher to another, directly or by a chain of other links, never brings the relative loads of the two closer
+   together. So (2·load - 1)/capacity of the teacher that would lose the link is at most (2·load + 1)/capacity of the
+   teacher that would gain it. With equal capacities, loads differ by 1 at most.
+3. **Moves.** Among all links that satisfy 1 and 2, the answer keeps as many previous links as possible. This holds
+   exactly for any change: several members join and leave at once, capacities change, or wants change.
 
-`fair_levels` finds the loads, and `link` the links that keep the most. Time grows with the number of links, not with
-the number of possible links.
+`fair_levels` finds the loads, and `link` finds the links that keep as many previous links as possible. Time grows with
+the number of links, not with the number of possible links.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def balance(
     """Give every student its teachers.
 
     Args:
-        teachers: The capacities of live teachers by id; relative weights, positive and finite.
+        teachers: The capacity of each live teacher, by id: a relative weight, positive and finite.
         students: The most teachers each student wants, by id; at least 1.
         previous: The teachers that students had, by id. May include departed members.
 
     Returns:
-        The ids of teachers, sorted, by student; a student's entry is empty only if there are no teachers.
+        The sorted ids of each student's teachers, by student id; an entry is empty only if there are no teachers.
     """
     student_ids = sorted(students)
     if not teachers or not students:
@@ -115,8 +116,8 @@ def _link_level(level: LoadLevel, wants: list[int], before: list[list[int]], lin
 class LoadLevel:
     """Teachers `start` to `stop` (by descending capacity), with loads from `low` to `high`.
 
-    `high - low` is 0 or 1. Loads within these bounds are fair if they add up to what the students take here, as far as
-    links between different pairs can realize them.
+    `high - low` is 0 or 1. Loads within these bounds are fair if they add up to the number of links that students take
+    in this level, and if links that join each pair at most once can produce these loads.
     """
 
     start: int
@@ -128,8 +129,8 @@ class LoadLevel:
 def fair_levels(capacities: Floats, takers: Ints) -> list[LoadLevel]:
     """Return the levels, in order; every teacher is in a level.
 
-    `capacities` [n >= 1] are positive, in descending order. `takers` [n] is the number of students that want more than
-    k teachers, for k from 0, so it never rises.
+    `capacities` [n >= 1] are positive, in descending order. `takers[k]`, for k from 0 to n - 1, is the number of
+    students that want more than k teachers, so it never rises with k.
     """
     _, exponent = np.frexp(capacities[0])
     capacities = np.maximum(np.ldexp(capacities, -int(exponent)), _SMALLEST_CAPACITY)
@@ -147,7 +148,7 @@ def fair_levels(capacities: Floats, takers: Ints) -> list[LoadLevel]:
 
 
 def _bounds(capacities: Floats, price: float, most: int) -> tuple[Ints, Ints]:
-    """Count links that cost less than `price`, and at most `price`, by teacher; never above `most`."""
+    """Return how many links cost less than `price`, and how many at most `price`, by teacher; never above `most`."""
     high = np.minimum((price * capacities + 1) / 2, most + 1.0).astype(np.int64)
     # The division rounds: make the count agree with the prices as they are computed everywhere else.
     high -= (2 * high - 1) / capacities > price
@@ -157,7 +158,7 @@ def _bounds(capacities: Floats, price: float, most: int) -> tuple[Ints, Ints]:
 
 
 def _price(capacities: Floats, takers: Ints) -> float:
-    """Return the price of the dearest link when links are handed out one by one, always to the cheapest teacher."""
+    """Return the highest price of a link if each link goes to the teacher whose next link is cheapest."""
     most, total = int(takers[0]), int(takers.sum())
     if total == 0:
         return 0.0
@@ -171,11 +172,12 @@ def _price(capacities: Floats, takers: Ints) -> float:
 
 
 def _violated(capacities: Floats, takers: Ints, low: Ints, high: Ints) -> int:
-    """Return the length of the front that most exceeds what students can give it; 0 if none does.
+    """Return how many of the first teachers have the largest excess over what students can give; 0 without excess.
 
-    This looks at the flattest loads within the bounds, so a front that got too much here got too much in all
-    of them. Only borders between capacities need checking: within a run of equal capacities the excess, with its loads
-    in descending order, is nowhere larger than at both ends.
+    This looks at the most even loads within the bounds. If the first k teachers have too many links with these loads,
+    they have too many with all loads within the bounds. Only the borders between different capacities need checking:
+    loads of teachers with equal capacities are compared in descending order, so the excess is nowhere larger than at
+    both ends of such a group.
     """
     (borders,) = np.nonzero(capacities[1:] != capacities[:-1])
     if not len(borders):
@@ -202,16 +204,16 @@ def _violated(capacities: Floats, takers: Ints, low: Ints, high: Ints) -> int:
 def link(
     wants: Sequence[int], low: Sequence[int], high: Sequence[int], previous: Sequence[Sequence[int]]
 ) -> list[set[int]]:
-    """Give student s exactly `wants[s]` different teachers, and teacher t between `low[t]` and `high[t]` students.
+    """Give student s exactly `wants[s]` different teachers, and give teacher t from `low[t]` to `high[t]` students.
 
     Args:
-        wants: A number from 0 to the number of teachers by student.
+        wants: How many teachers each student wants, from 0 to the number of teachers.
         low: The least load of every teacher, not negative.
         high: The largest load of every teacher; `high[t] - low[t]` is 0 or 1.
         previous: The teachers that students had, by their index in `low`.
 
     Returns:
-        The teachers, by student. No other answer holds more of `previous`.
+        The teachers, by student. No other valid answer keeps more links from `previous`.
 
     Raises:
         ValueError: Such links do not exist.
@@ -266,7 +268,7 @@ class _Flow:
         self.holders[teacher].add(student)
 
     def _keep(self) -> None:
-        """Keep previous links while there is room; a large change takes a little from all, regardless of ids."""
+        """Keep previous links while there is room; a large change costs every student a few, whatever its id."""
         loads = Counter(teacher for before in self.previous for teacher in before)
         pairs = []
         for student, before in enumerate(self.previous):
@@ -282,9 +284,10 @@ class _Flow:
                 self._add(student, teacher)
 
     def _fill(self) -> None:
-        """Add new links where most are missing, on both sides: with no links yet, this never gets stuck (Ryser).
+        """Add links for students and teachers that lack the most; without earlier links, this always succeeds (Ryser).
 
-        Ties are broken at random. Students with the same teachers would block each other at the next change.
+        Ties are broken at random. Otherwise many students would have the same teachers, and block each other at the
+        next change.
         """
         aims, spare = self.low.copy(), self.spare
         for teacher in sorted(range(self.teachers), key=lambda teacher: (self.low[teacher], teacher)):
@@ -340,7 +343,7 @@ class _Flow:
         return found
 
     def _prepare(self, after_spare: int) -> None:
-        """Sort teachers by level and mark, which a step looks up. `after_spare` is the mark behind the spare node."""
+        """Sort teachers by level and mark for the steps. `after_spare` is the mark behind the spare node."""
         self.pools: dict[tuple[int, int], deque[int]] = {}
         for node in range(self.students, self.spare_node):
             self.pools.setdefault((self.level[node], self.marks[node]), deque()).append(node)
@@ -387,13 +390,13 @@ class _Flow:
                 self.marks[node] = distance
 
     def _steps(self, node: int, mark: int) -> Iterator[int]:
-        """Yield the nodes with this mark that a step leads to whose cost is the difference of the levels."""
+        """Yield the nodes with this mark that a step reaches at a cost equal to the difference of the two levels."""
         if node < self.students:
             return self._steps_of_student(node, mark)
         return self._steps_of_teacher(node, mark) if node < self.spare_node else self.spare_steps
 
     def _steps_of_student(self, student: int, mark: int) -> Iterator[int]:
-        """Take a link: a previous link for nothing, or a new link for 1."""
+        """Take a link: a previous link costs nothing, a new link costs 1."""
         links, before, level = self.links[student], self.previous[student], self.level[student]
         for teacher in before:
             node = self.students + teacher
@@ -413,7 +416,7 @@ class _Flow:
                 refused = 0
 
     def _steps_of_teacher(self, node: int, mark: int) -> Iterator[int]:
-        """Give up a link (a new link gives its 1 back), or ask for a spare link above the lower bound."""
+        """Give up a link (a new link returns its cost of 1), or ask for a spare link above the lower bound."""
         teacher, level, spare = node - self.students, self.level[node], self.spare_node
         one_more = len(self.holders[teacher]) == self.low[teacher] < self.high[teacher]
         if one_more and self.level[spare] == level and self.marks[spare] == mark:

@@ -1,11 +1,12 @@
 """Discovery on Consul: keys in the folder `edl/` of its KV store, leases as sessions, teachers as services of Consul.
 
-Use the agent on the process's own machine, not a load balancer over several: a registration or a lease belongs to the
-agent that created it.
+Use the agent on the process's own machine, not a load balancer in front of several agents: a registration or a lease
+belongs to the agent that created it.
 
 Every write of the store is a transaction, which is atomic and returns the new version. A session depends on the TTL
-check of its own small service (`edl-lease`): a failing check of the node would declare all its services dead. The
-registry has an ordinary service with a TTL check per instance, so that Consul's UI and DNS show it.
+check of its own small service (`edl-lease`), not on a check of the node: if that failed, Consul would consider all
+services of the node dead. For each instance, the registry has an ordinary service with a TTL check, so that Consul's UI
+and DNS show the instance.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NODE_ALIVE: Final = "serfHealth"  # Consul's own name for the check of a node
 
 
 class _BlockingFollower(Follower[T]):
-    """Asks with the index of the last answer, so that Consul holds the query until something changes."""
+    """Sends the index of the last answer with each query, so that Consul holds the query until something changes."""
 
     pause_s: ClassVar[float] = 0.05
 
@@ -151,7 +152,7 @@ class ConsulStore(Store):
             return None if answer.status == 404 else _parse_pair(json.loads(answer.body)[0])
 
     def _transact(self, *operations: Mapping[str, Any]) -> int | None:
-        """Do all of `operations` on keys, or none; return the last key's index, None if an operation refused."""
+        """Do all of `operations` on keys, or none; return the last key's index, None if Consul refused one."""
         answer = self._client.ask("PUT", "/v1/txn", [{"KV": operation} for operation in operations], accepts=(409,))
         if answer.status == 409:
             return None
@@ -170,7 +171,7 @@ class ConsulStore(Store):
 
 
 class _SessionClaim(Claim):
-    """A session, and the service whose check ends it. It has its own connection, as the lease may outlive a call."""
+    """A session, and the service whose check ends it. Has its own connection, as the lease may outlive a call."""
 
     def __init__(self, target: ConsulTarget, ttl_s: float) -> None:
         super().__init__()
@@ -199,10 +200,10 @@ class _SessionClaim(Claim):
             time.sleep(0.05)
 
     def _create(self) -> str:
-        """Create a session that ends as soon as the service is not alive, and takes the keys that it locks with it.
+        """Create a session that ends as soon as the service is not alive; the keys that it locks are then deleted.
 
-        A session's own TTL is at least ten seconds, and Consul may double it, so the service's check does the work.
-        The TTL covers an agent that disappears and no longer runs the check.
+        A session's own TTL is at least ten seconds, and Consul may double it, so the service's check normally ends the
+        session. The TTL ends it if the agent disappears and no longer runs the check.
         """
         body = {
             "Name": "edl",
@@ -240,7 +241,7 @@ class _Pair(NamedTuple):
 
 
 def _pairs(client: ConsulClient, prefix: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[_Pair]]:
-    """Return all keys under `prefix`; with an index, as soon as they differ from what they were then."""
+    """Return all keys under `prefix`; with an index, wait until they differ from the state at that index."""
     answer = client.ask("GET", f"/v1/kv/{ROOT}{prefix}", accepts=(404,), wait=(index, wait_s), recurse="1")
     with client.understood():
         found = () if answer.status == 404 else json.loads(answer.body)
@@ -344,7 +345,7 @@ class _ServiceClaim(InstanceClaim):
 def _instances(
     client: ConsulClient, service: str, index: int | None = None, wait_s: float = 0.0
 ) -> tuple[int, Snapshot]:
-    """Return the instances of `service`; with an index, as soon as they differ from what they were then."""
+    """Return the instances of `service`; with an index, wait until they differ from the state at that index."""
     answer = client.ask("GET", f"/v1/health/service/{service}", wait=(index, wait_s))
     with client.understood():
         found = json.loads(answer.body) or ()
@@ -361,7 +362,7 @@ def _instances(
 
 
 def _health(found: Any) -> Literal["passing", "lapsed", "failing"]:
-    """Return "lapsed" if the only failing checks are those for lost contact: ours and the node's own."""
+    """Return "lapsed" if only the checks that detect lost contact fail: EDL's TTL check and the node's own check."""
     failing = [check for check in found.get("Checks") or () if check["Status"] != "passing"]
     if not failing:
         return "passing"
@@ -371,7 +372,7 @@ def _health(found: Any) -> Literal["passing", "lapsed", "failing"]:
 
 
 def _instance(service: str, found: Any) -> Instance | Rejected:
-    """Return what Consul knows of an instance. If EDL did not register it, most values are defaults."""
+    """Return what Consul knows about an instance. If EDL did not register the instance, most values are defaults."""
     node, offered = found["Node"], found["Service"]
     address, port = str(offered.get("Address") or node["Address"]), int(offered.get("Port") or 0)
     meta = dict(offered.get("Meta") or {})

@@ -101,7 +101,7 @@ class _Answer(NamedTuple):
 
 
 class ConsulClient(Resource):
-    """Makes calls to an agent; DiscoveryError if it cannot be reached or refuses. Closing it ends pending calls."""
+    """Calls an agent; DiscoveryError if the agent is unreachable or refuses a call. Closing ends pending calls."""
 
     def __init__(self, target: ConsulTarget) -> None:
         super().__init__()
@@ -165,13 +165,13 @@ class ConsulClient(Resource):
         return answer, found.headers.get(_FILTERED) == "true"
 
     def denied(self, reason: str) -> DiscoveryError:
-        """Return the error for an agent that refuses, or omits entries that the token may not read."""
+        """Return the error for an agent that refuses a request, or omits entries that the token may not read."""
         held = "the token in CONSUL_HTTP_TOKEN may not do this" if self.target.token else "set CONSUL_HTTP_TOKEN"
         return DiscoveryError(f"{self.target}: {shown(reason)}: {held}")
 
     @contextlib.contextmanager
     def understood(self) -> Iterator[None]:
-        """Translate errors in reading an answer, which something other than Consul may have given."""
+        """Translate errors raised while reading an answer, which something other than Consul may have sent."""
         try:
             yield
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
@@ -180,8 +180,9 @@ class ConsulClient(Resource):
     def check_may_read(self, service: str) -> None:
         """Tell an empty service from one that the token may not read: Consul answers both with an empty list.
 
-        Since 1.11 it says that it left something out (`X-Consul-Results-Filtered-By-ACLs`), but not whether it would
-        have. The query of its UI (since 1.8) tells. An agent without that, or without ACLs, refuses the query.
+        Since version 1.11, Consul reports that it left out entries (`X-Consul-Results-Filtered-By-ACLs`). For an empty
+        service, it does not report whether it would leave out entries. A query that Consul's UI uses (since version
+        1.8) answers this. An agent without this query, or without ACLs, refuses it.
         """
         question = [{"Resource": "service", "Segment": service, "Access": "read"}]
         answer, _ = self._send("POST", "/v1/internal/acl/authorize", json.dumps(question).encode(), 0.0)

@@ -1,7 +1,8 @@
 """The store on etcd, over etcd's gRPC API: keys below `edl/store/`, etcd's own leases, and revisions as versions.
 
-Every write is a transaction that compares the key's version and lease, and sets the key. There is no client library:
-the maintained ones lack features that EDL needs, and the others do not work with today's protobuf.
+Every write is a transaction that compares the key's version and lease, and sets the key. This uses no client library:
+the maintained libraries lack features that EDL needs, and the other libraries do not work with current protobuf
+versions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ A = TypeVar("A", bound=Any)
 
 ROOT: Final = "edl/store/"
 PORT: Final = 2379
-"""The port that IANA gave to etcd's clients."""
+"""The port that IANA assigned to etcd for its clients."""
 _NO_LEASE: Final = 0
 """etcd's own number for a key that belongs to no lease."""
 _MOST_BYTES: Final = 64 * 1024**2
@@ -64,7 +65,7 @@ class EtcdTarget:
 
     @classmethod
     def of(cls, url: StoreUrl, timeout_s: float, environ: Mapping[str, str] | None = None) -> EtcdTarget:
-        """Return the target for a URL and the environment; the error message never contains a password."""
+        """Return the target for a URL and the environment; error messages never contain a password."""
         user, password = _user(environ)
         return cls(
             endpoints=tuple(f"{f'[{host}]' if ':' in host else host}:{port or PORT}" for host, port in url.servers),
@@ -107,7 +108,7 @@ def _files(environ: Mapping[str, str] | None) -> CredentialFiles:
 
 @dataclass(frozen=True)
 class _Method(Generic[Q, A]):
-    """A method of etcd's API; a `repeatable` one may be sent again if it is unknown whether a member executed it."""
+    """A method of etcd's API; a `repeatable` call may be sent again if a member may already have executed it."""
 
     path: str
     request: type[Q]
@@ -126,7 +127,7 @@ _LOGIN = _Method("/etcdserverpb.Auth/Authenticate", wire.AuthenticateRequest, wi
 
 
 class EtcdClient(Resource):
-    """Makes calls to a cluster; DiscoveryError if no member answers, or etcd refuses. Closing it ends pending calls."""
+    """Calls a cluster; DiscoveryError if no member answers, or etcd refuses a call. Closing ends pending calls."""
 
     def __init__(self, target: EtcdTarget) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class EtcdClient(Resource):
             stream.cancel()
 
     def transact(self, request: wire.TxnRequest) -> wire.TxnResponse | None:
-        """Execute a transaction; return None if a lease that it names has expired, so that nothing was done."""
+        """Execute a transaction; return None, with nothing done, if a lease in the transaction has expired."""
         try:
             return self.call(_TXN, request)
         except _RefusalError as refusal:
@@ -198,14 +199,14 @@ class EtcdClient(Resource):
         return None
 
     def grant(self, ttl_s: float) -> int:
-        """Grant a lease. etcd counts in whole seconds, and grants more if its elections take longer."""
+        """Grant a lease. etcd counts whole seconds, and grants a longer lease if its elections take longer."""
         lease = self.call(_GRANT, wire.LeaseGrantRequest(TTL=math.ceil(ttl_s))).ID
         if not lease:
             raise DiscoveryError(f"{self.target}: not a valid etcd response: a lease without a number")
         return lease
 
     def renew(self, lease: int, ttl_s: float) -> bool:
-        """Renew; False if it has expired. A silent member leaves time for another before the lease ends."""
+        """Renew a lease; False if it has expired. If a member is silent, time remains to ask another member."""
         return self.call(_RENEW, wire.LeaseKeepAliveRequest(ID=lease), ttl_s / 4).TTL > 0
 
     def revoke(self, lease: int) -> None:
@@ -248,7 +249,7 @@ class EtcdClient(Resource):
     def _ask(
         self, method: _Method[Q, A], request: Q, metadata: Metadata, deadline: float, patience_s: float = math.inf
     ) -> A:
-        """Ask the members in turn, each but the last for at most `patience_s`."""
+        """Ask the members in turn; each member but the last has at most `patience_s` to answer."""
         failure: grpc.RpcError | None = None
         try:
             first, count = self._preferred, len(self._members)
@@ -327,12 +328,12 @@ class _RefusalError(DiscoveryError):
 
     @property
     def concerns_session(self) -> bool:
-        """Whether another token may help."""
+        """Whether a call with another token may succeed."""
         return self.code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in self.words
 
 
 def _trust(files: CredentialFiles | None) -> tuple[bytes | None, tuple[bytes, bytes] | None]:
-    """Return the CAs, and this side's own certificate and key."""
+    """Return the trusted CAs, and this side's own certificate and key."""
     if files is None:
         return None, None
     material = files.current(now=True)
@@ -345,7 +346,7 @@ def _was_not_sent(exc: grpc.RpcError) -> bool:
 
 
 def _end(prefix: bytes) -> bytes:
-    """Return the first key after all those with this prefix, which is non-empty UTF-8, so it contains no 0xff."""
+    """Return the first key after all keys with this prefix; the prefix is non-empty UTF-8, so it has no 0xff."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
@@ -419,7 +420,7 @@ class EtcdStore(Store):
 
 
 class _EtcdClaim(Claim):
-    """An etcd lease with its own connection: the store may be closed while the lease is granted."""
+    """An etcd lease with its own connection: the store may be closed while etcd grants the lease."""
 
     def __init__(self, target: EtcdTarget, ttl_s: float) -> None:
         super().__init__()
@@ -481,7 +482,7 @@ def _has_version(path: bytes, version: int) -> wire.Compare:
 
 
 def _put_if_free(path: bytes, value: bytes, lease: int) -> wire.TxnRequest:
-    """Set a key unless another lease holds it. To etcd a missing key has lease 0."""
+    """Set a key unless another lease holds it. etcd treats a missing key as a key with lease 0."""
     put = wire.RequestOp(request_put=wire.PutRequest(key=path, value=value, lease=lease))
 
     def if_held_by(holder: int) -> wire.TxnRequest:

@@ -1,12 +1,13 @@
 """Lets students that watch the same service agree, through a store, on who talks to which teachers.
 
-They elect a leader, which computes `balance` and writes everybody's links. Keys in the store, below `balance/SERVICE/`:
+They elect a leader, which computes `balance` and writes everybody's links. The group uses these keys in the store,
+below `balance/SERVICE/`:
 
-- `students/STUDENT`, under the student's lease: `{"limit": n}`, the most teachers it talks to.
+- `students/STUDENT`, under the student's lease: `{"limit": n}`, the most teachers that the student talks to.
 - `links/STUDENT`, written by the leader: `{"teachers": [id, ...]}`. If all teachers fit within
   a student's limit, it has no links and talks to all of them.
 
-`choose_teachers`, `choose_lapsed` and `plan_links` decide and are pure; `BalanceGroup` is what a student watches.
+`choose_teachers`, `choose_lapsed` and `plan_links` make the decisions and are pure; a student watches a `BalanceGroup`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ log = logging.getLogger("edl.discovery")
 MAX_ID_BYTES: Final = 100
 """The longest id of a student: three times as long once it is escaped, it fits into a key of 512 characters."""
 LOOK_S: Final = 0.1
-"""How often a waiting member checks whether its links changed, in memory only."""
+"""How often a waiting member checks whether its links changed; the check only reads memory."""
 PATIENCE_S: Final = 1.0
 """How long a new member waits for its first links rather than start with teachers that it may have to leave at once."""
 STEP_S: Final = 0.1
-"""How often to check for changes, in memory only: the store is not queried."""
+"""How often to check for changes; the check only reads memory, and does not query the store."""
 RETRY_S: Final = 1.0
 """Wait after the store failed to answer. Meanwhile students choose for themselves, so nothing is urgent."""
 REMEMBERED: Final = 1000
@@ -48,7 +49,7 @@ REMEMBERED: Final = 1000
 
 
 class GroupKeys:
-    """The keys of a service's group: the leader's election, and prefixes of students' own keys and of their links."""
+    """The keys of a service's group: the leader's election, and the prefixes of students' keys and of their links."""
 
     def __init__(self, service: str) -> None:
         self.service = service
@@ -65,7 +66,7 @@ class GroupKeys:
         return self.links + _part(student)
 
     def student_in(self, key: str) -> str:
-        """Return the student of a key below `students` or `links`; raise ValueError if it belongs to none."""
+        """Return the student in a key below `students` or `links`; raise ValueError if the key has no student."""
         student = unquote(key.rpartition("/")[2])
         if key not in (self.student(student), self.links_of(student)):
             raise ValueError("not the key of a student")
@@ -122,7 +123,7 @@ def _field(value: bytes, name: str) -> Any:
 
 
 class TeacherChoice(NamedTuple):
-    """The teachers that a student talks to: agreed by the group (`coordinated`), or chosen by the student alone."""
+    """The teachers that a student talks to: decided in the group (`coordinated`), or by the student alone."""
 
     ids: frozenset[str]
     coordinated: bool
@@ -133,7 +134,8 @@ def choose_teachers(
 ) -> TeacherChoice:
     """Decide which of the `ready` teachers a student talks to: at least one, if any is ready.
 
-    `links` are those that the leader gave it, None if unknown or possibly out of date; `last` those until now.
+    `links` are the teachers that the leader assigned to the student, None if unknown or possibly out of date; `last`
+    are the teachers that the student has used until now.
     """
     ids = frozenset(teacher.id for teacher in ready)
     if len(ids) <= limit:
@@ -148,7 +150,7 @@ def choose_teachers(
 def choose_lapsed(
     student: str, room: int, lapsed: Iterable[Instance], links: frozenset[str] | None, last: Collection[str]
 ) -> frozenset[str]:
-    """Decide which lapsed teachers a student tries, at most as many as ready teachers leave room for."""
+    """Decide which lapsed teachers a student tries: at most `room`, the places that ready teachers leave free."""
     ranked = _ranked(student, (teacher.id for teacher in lapsed), last)
     ranked.sort(key=lambda name: links is not None and name not in links)
     return frozenset(ranked[: max(room, 0)])
@@ -165,9 +167,10 @@ def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """The teachers of every student, and the changes for the leader to make.
+    """The teachers of every student, and the changes that the leader must make in the store.
 
-    `refused` has invalid entries in the store, by key, with the reason. Such a student gets no links.
+    `refused` maps the key of each invalid entry in the store to the reason. A student with an invalid entry gets no
+    links.
     """
 
     links: Mapping[str, tuple[str, ...]]
@@ -183,9 +186,10 @@ def plan_links(
     stored: Iterable[Entry],
     remembered: Mapping[str, tuple[str, ...]],
 ) -> LinkPlan:
-    """Balance, and compare the result with the store's entries below `keys.students` and, `stored`, `keys.links`.
+    """Balance, and compare the result with the entries below `keys.links` (`stored`).
 
-    `remembered` are the last planned links of students with none in the store, which talk to all or had left.
+    `students` are the entries below `keys.students`. `remembered` are the last planned links of students that have no
+    links in the store, because they talk to all teachers or had left.
     """
     limits: dict[str, int] = {}
     present: dict[str, bytes] = {}
@@ -224,11 +228,11 @@ def plan_links(
 class BalanceGroup(Watch):
     """A `Watch` of the teachers that this student talks to, in place of `registry.watch(service)`.
 
-    As long as all teachers fit within the student's limit, it gets all of them, without the store. Beyond that limit,
-    a leader assigns them (see the module). A student that has no links, or whose store does not answer, keeps its
-    teachers and fills up to its limit with others; the snapshot's `stale` says so. It always has a teacher while one is
-    live. A draining teacher is not given out; the students that have it see it drain. Teachers whose registration
-    lapsed fill the rest of the limit.
+    As long as all teachers fit within the student's limit, the student gets all of them, without the store. If there
+    are more, a leader assigns them (see the module). A student that has no links, or whose store does not answer, keeps
+    its teachers and adds other teachers up to its limit; the snapshot's `stale` then gives the reason. A student always
+    has a teacher while any teacher is live. A draining teacher is not assigned; the students that have it see its state
+    "draining". Teachers whose registration lapsed fill the rest of the limit.
 
     Args:
         registry: Where the teachers are registered; the caller closes it.
@@ -319,7 +323,7 @@ class BalanceGroup(Watch):
         return None
 
     def _decide(self) -> Snapshot | None:
-        """Return the snapshot to give out; None while nothing is known, or a better one is imminent."""
+        """Return the snapshot to hand out; None while nothing is known, or a better snapshot will follow soon."""
         if self._seen is None:
             return None
         links, reason = self._known_links()
@@ -350,7 +354,7 @@ class BalanceGroup(Watch):
         )
 
     def _known_links(self) -> tuple[frozenset[str] | None, str]:
-        """Return the links if they are valid now, or the reason why not."""
+        """Return the links if they are valid now, or the reason why they are not."""
         if self._links is None:
             return None, self._error
         if reason := self._links.stale or self._over:
@@ -442,7 +446,7 @@ class _Leader:
         self._refused: Mapping[str, str] = {}
 
     def lead(self, still: Callable[[], bool]) -> None:
-        """Balance if anything changed, and once per `ttl_s` in any case: a former leader may have written late."""
+        """Balance if anything changed, and at least once per `ttl_s`: a former leader may have written late."""
         if self._teachers is None:
             self._teachers = self._registry.watch(self._keys.service)
         if self._students is None:
@@ -469,7 +473,7 @@ class _Leader:
         self._planned = dict(gone[-REMEMBERED:]) | dict(links)
 
     def _carry_out(self, todo: LinkPlan, stored: list[Entry], still: Callable[[], bool]) -> bool:
-        """Write the changes; return False if another student has written or leads now, so a new plan is needed."""
+        """Write the changes; return False if a new plan is needed, as another student has written or leads now."""
         versions = {entry.key: entry.version for entry in stored}
         for key in (*todo.writes, *todo.deletes):
             if not still():

@@ -1,7 +1,8 @@
 """Defines instances of a service, the values that every registry can hold, and the treatment of other values.
 
-A registry holds an instance as JSON. Other programs may write there too, so what is read is checked as strictly as what
-is registered: an invalid record becomes `Rejected`, with the reason, and affects no other.
+A registry holds an instance as JSON. Other programs may write to the registry too, so records that are read are checked
+as strictly as instances that are registered. An invalid record becomes a `Rejected` with the reason, and does not
+affect other records.
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ class Instance:
     Attributes:
         service: Name under which students find teachers: 1 to 128 letters, digits, `-`, `_` and `.`, with
             a letter or digit at both ends.
-        id: Unique within the service; the same across restarts if the process wants to be seen as the same.
-        address: Host name or IP address under which others reach the process, or `unix:/path`. Not `0.0.0.0` or `::`.
+        id: Unique within the service. Keep it across restarts if others should see the restarted process as the same
+            instance.
+        address: Host name or IP address at which others reach the process, or `unix:/path`. Not `0.0.0.0` or `::`.
         port: TCP port, 1 to 65535; 0 for a Unix socket, and only for it.
-        capacity: Relative weight in balancing; 2.0 takes twice the students of 1.0. Positive and finite.
-        state: "ready", or "draining" while it finishes its work and takes no new work.
+        capacity: Relative weight in balancing: a teacher with 2.0 takes twice as many students as a teacher with 1.0.
+            Positive and finite.
+        state: "ready", or "draining" while the process finishes its work and takes no new work.
         model: Name of the served model in KServe v2 requests; empty if clients already know it.
-        tags: For users, at most 64; in Consul the service's tags.
-        meta: For users, at most 60 names, of letters, digits, `-` and `_`, not `model`, `capacity` or
-            `state`, and not beginning with `consul-` or `edl-`; in Consul the service's metadata.
+        tags: For users; at most 64 tags. In Consul, they are the service's tags.
+        meta: For users; at most 60 names. A name contains letters, digits, `-` and `_`, is not `model`, `capacity` or
+            `state`, and does not begin with `consul-` or `edl-`. In Consul, they are the service's metadata.
     """
 
     service: str
@@ -74,8 +77,8 @@ class Rejected:
     """A registration that cannot be used and is left out of the instances.
 
     Attributes:
-        id: The instance's id if it is text; otherwise what the registry calls it.
-        reason: The invalid value, and what is accepted.
+        id: The instance's id if it is text; otherwise the name of the registration in the registry.
+        reason: The invalid value, and which values are accepted.
     """
 
     id: str
@@ -88,17 +91,17 @@ class Snapshot:
 
     Attributes:
         service: The service's name.
-        instances: Those with a live lease, sorted by id, every id once.
+        instances: Instances with a live lease, sorted by id; every id appears once.
         rejected: Registrations that cannot be used, sorted by id.
         stale: Empty while the registry answers. Otherwise the reason why it does not; `instances` are then the last
-            known ones. Instances that are missing in the first 5 s after an outage are also kept, with `stale` set:
-            the registry may have lost its data, and they are about to register again.
-        lapsed: Those whose lease expired without a deregistration, as they registered last, sorted by id. The process
-            is dead, or paused, or alive but cannot reach the registry, or the registry cannot be written. Only a
-            request to the process itself tells which. The registry forgets them after about a minute; a SQLite file
-            that no process can write keeps them.
-        revoked: Ids of registered instances that a `BalanceGroup` gave to this student before and has taken back;
-            empty without a group.
+            known instances. Instances that are missing in the first 5 s after an outage are also kept, with `stale`
+            set: the registry may have lost its data, so that these instances have yet to register again.
+        lapsed: Instances whose lease expired without a deregistration, with the values that they registered last,
+            sorted by id. Such a process may be dead, or paused, or unable to reach the registry, or the registry may
+            not be writable. Only a request to the process itself shows whether it is alive. The registry forgets lapsed
+            instances after about a minute; a SQLite file that no process can write keeps them.
+        revoked: Ids of registered instances that a `BalanceGroup` assigned to this student before and has since taken
+            away; empty without a group.
     """
 
     service: str
@@ -110,12 +113,12 @@ class Snapshot:
 
 
 def is_service(name: object) -> bool:
-    """Return whether `name` can name a service in every registry. Other programs may write invalid names there."""
+    """Return whether every registry accepts `name` for a service. Other programs may write invalid names there."""
     return isinstance(name, str) and _SERVICE.fullmatch(name) is not None
 
 
 def check_service(service: str) -> str:
-    """Return `service` if it can name a service in every registry; else raise SettingsError."""
+    """Return `service` if every registry accepts it as a service's name; else raise SettingsError."""
     if not is_service(service):
         raise SettingsError(
             f"service {service!r}: a name has 1 to 128 letters, digits, '-', '_' and '.', and starts and ends with a"
@@ -125,7 +128,7 @@ def check_service(service: str) -> str:
 
 
 def check_ttl(ttl_s: float) -> float:
-    """Return `ttl_s` if leases of that length can be kept; else raise SettingsError."""
+    """Return `ttl_s` if every registry supports leases of that length; else raise SettingsError."""
     if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
         raise SettingsError(f"ttl_s={ttl_s!r}: must be between {MIN_TTL_S} and {MAX_TTL_S} seconds")
     return float(ttl_s)
@@ -141,13 +144,13 @@ def validated(instance: Instance) -> Instance:
 
 
 def to_json(instance: Instance) -> str:
-    """Return `instance` without its service as JSON."""
+    """Return `instance`, without its `service`, as JSON."""
     fields = {"id": instance.id, **_fields(instance)}
     return json.dumps(fields, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
 
 
 def from_json(service: str, name: str, text: str | bytes) -> Instance | Rejected:
-    """Parse a record into the instance, or why it cannot be used; `name` stands for an id that is missing."""
+    """Return a record's instance, or the reason why it cannot be used; `name` replaces a missing id."""
     fields: Any = None
     reason = f"{len(text):,} characters, more than {MAX_RECORD:,}"
     if len(text) <= MAX_RECORD:
@@ -163,7 +166,7 @@ def from_json(service: str, name: str, text: str | bytes) -> Instance | Rejected
 
 
 def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance | Rejected:
-    """Return the instance that `fields` describe, as far as they are known, or why it cannot be used."""
+    """Return the instance that the known `fields` describe, or the reason why it cannot be used."""
     try:
         if instance_id == "":
             raise ValueError("id is empty")

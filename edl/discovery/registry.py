@@ -1,12 +1,13 @@
 """The registry of services: which processes offer which service, kept up to date by leases.
 
-`KeyRegistry` keeps services in any store. A registration is two keys under two leases: a record
-(`registry/SERVICE/records/CLAIM`, JSON) that outlives its sign of life (`registry/SERVICE/alive/CLAIM`) by about a
-minute. If both exist, the instance is live. If only the record exists, it has lapsed, and may still answer. CLAIM is a
-random name, so that closing a registration never removes its successor's.
+`KeyRegistry` keeps services in any store. A registration consists of two keys under two leases: a record
+(`registry/SERVICE/records/CLAIM`, JSON) and a sign of life (`registry/SERVICE/alive/CLAIM`). The record remains for
+about a minute after the sign of life has expired. If both exist, the instance is live. If only the record exists, the
+instance has lapsed, but may still answer. CLAIM is a random name, so that closing a registration never removes its
+successor's.
 
-Consul has its own services, with a UI and DNS, so its registry is a subclass of `Registry` with other hooks.
-Threads, forks, closing and deadlines are as for stores: see `edl.discovery.store`.
+Consul has its own services, with a UI and DNS, so the registry in Consul is a subclass of `Registry` that overrides
+other methods. The rules for threads, forks, closing and deadlines are those for stores: see `edl.discovery.store`.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ log = logging.getLogger("edl.discovery")
 
 ROOT: Final = "registry/"
 REMEMBERED_S: Final = 60.0
-"""How long an instance whose lease has expired is listed as lapsed: as long as Consul keeps it."""
+"""How long an instance whose lease has expired is listed as lapsed. Consul keeps such an instance equally long."""
 _RECORD_RENEWAL_S: Final = 15.0
-"""Shortest time between renewals of a record's lease, which need not follow every sign of life."""
+"""Shortest time between renewals of a record's lease. It need not be renewed with every sign of life."""
 _ATTEMPTS: Final = 3
 """How often to try to write a key: an expired lease is replaced, and may expire too if the process stalls again."""
 
@@ -64,11 +65,11 @@ class InstanceClaim(abc.ABC):
 
     @abc.abstractmethod
     def announce(self, instance: Instance) -> None:
-        """Show `instance` to others, in place of what this claim showed before."""
+        """Show `instance` to others, in place of the instance that this claim showed before."""
 
     @abc.abstractmethod
     def renew(self) -> bool:
-        """Renew; False if it has lapsed and must be announced again."""
+        """Renew; return False if the registration has lapsed and must be announced again."""
 
     @abc.abstractmethod
     def withdraw(self) -> None:
@@ -89,13 +90,13 @@ class Registration(Resource):
 
     The thread renews four times per lease length. If the lease ended (the process was paused, or the registry was
     restarted or lost its memory), the thread registers again, with the values of `instance`. `close` deregisters. If
-    the registry does not answer then, a warning is logged, and the registration lapses.
+    the registry does not answer at that time, a warning is logged, and the registration lapses.
 
     Args:
-        claim: Announced here once, so that an unreachable registry raises. Later only the thread uses it, which
-            keeps renewals and updates in order without a lock.
+        claim: Announced once in the constructor, so that an unreachable registry raises an error. Later only the thread
+            uses the claim, which keeps renewals and updates in order without a lock.
         instance: The instance that others see.
-        ttl_s: Seconds after the last renewal until it lapses.
+        ttl_s: Seconds after the last renewal until the registration lapses.
     """
 
     def __init__(self, claim: InstanceClaim, instance: Instance, ttl_s: float) -> None:
@@ -119,7 +120,7 @@ class Registration(Resource):
 
     @property
     def error(self) -> str:
-        """Why others may not see the instance: the last renewal failed or takes too long. Empty without a fault."""
+        """Why others may not see the instance: the last renewal failed or is taking too long. Empty without a fault."""
         # Checks the clock every time: a renewal may hang for longer than the lease, or the process was paused.
         if not self._error and not self._closed and time.monotonic() >= self._kept_until:
             return f"its lease of {self._ttl_s:g} s has expired: a renewal takes longer than that"
@@ -225,7 +226,7 @@ class Registry(Resource):
     """Services and the processes that offer them; opened by `open_registry`.
 
     A registry that cannot be reached is an error, never an empty answer. A registration that cannot be used is left out
-    and listed in `Snapshot.rejected`; it affects no other.
+    of the instances and listed in `Snapshot.rejected`; it does not affect other registrations.
     """
 
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
@@ -237,7 +238,7 @@ class Registry(Resource):
         Args:
             instance: The instance that others see.
             ttl_s: Seconds after the last renewal until the registration lapses, 0.5 to 86,400. If this process dies,
-                others see it lapsed about that long after. (etcd counts whole seconds, rounded up.)
+                others see it as lapsed after about that time. (etcd counts whole seconds, rounded up.)
 
         Returns:
             The registration, which others see from now on.
@@ -313,7 +314,7 @@ class Registry(Resource):
 
 
 class KeyRegistry(Registry):
-    """A registry in a store, which is closed with it."""
+    """A registry in a store; closing the registry closes the store."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -383,7 +384,7 @@ class _KeysClaim(InstanceClaim):
 
 
 class _LeasedKey:
-    """A key under its own claim, which is granted when needed."""
+    """A key under its own lease, which is granted when needed."""
 
     def __init__(self, store: Store, key: str, ttl_s: float) -> None:
         self._store = store
@@ -455,10 +456,10 @@ def _parse(service: str, found: Iterable[Entry]) -> Snapshot:
 def build_snapshot(
     service: str, found: Iterable[Instance | Rejected], lapsed: Iterable[Instance | Rejected] = ()
 ) -> Snapshot:
-    """Sort what a registry holds, in the order of registration, into a snapshot.
+    """Sort a registry's entries, given in the order of registration, into a snapshot.
 
-    If two have the same id, the later one counts. Draining instances whose lease has expired have left, and invalid
-    records whose lease has expired are dropped.
+    If two have the same id, the later one counts. Draining instances whose lease has expired count as departed, and
+    invalid records whose lease has expired are dropped.
     """
     newest = {entry.id: entry for entry in found}
     over = {entry.id: entry for entry in lapsed if entry.id not in newest}
@@ -476,9 +477,10 @@ def build_snapshot(
 class ServiceView:
     """Turns a registry's answers and failures into the snapshots that a watcher returns. Does no I/O.
 
-    While the registry cannot be reached, the last known instances stay. A registry that restarts may have lost its
-    data, or list all instances as lapsed until they renew. So an instance that is missing in the first `settle_s`
-    also stays, and the snapshot is marked stale: a registry restart must not make every student drop its teachers.
+    While the registry cannot be reached, snapshots keep the last known instances. A registry that restarts may have
+    lost its data, or may list all instances as lapsed until they renew. So snapshots also keep an instance that is
+    missing in the first `settle_s` after the outage, and are marked stale: a registry restart must not make every
+    student drop its teachers.
     """
 
     def __init__(self, service: str, settle_s: float = 5.0) -> None:
@@ -491,7 +493,7 @@ class ServiceView:
 
     @property
     def recheck_at(self) -> float | None:
-        """When to call `answered` again even without a change, None for never; the clock is that of `now` below."""
+        """When to call `answered` again even without a change, on the clock of its argument `now`; None for never."""
         return self._settled_at if self._last.stale else None
 
     def answered(self, snapshot: Snapshot, now: float) -> Snapshot:

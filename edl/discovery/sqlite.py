@@ -1,10 +1,12 @@
 """The store on a SQLite file: a row per lease and a row per key. No server is needed.
 
 Leases are measured with CLOCK_MONOTONIC, which all processes of a machine share and which cannot be set. It restarts at
-every boot, so opening the file ends the leases of an earlier boot. Lease ids are random: in a file that replaced
-another, an old id must not be another process's. Any process that may write the file may register anything.
+every boot, so opening the file ends the leases of an earlier boot. Lease ids are random: when a new file replaces an
+old one, an id from the old file must not be the id of another process's lease in the new file. Any process that may
+write to the file may register anything.
 
-A file that was removed or replaced, or that lost its `-wal`, is recreated, and all register again (`StoreFile`).
+A file that was removed or replaced, or that lost its `-wal`, is recreated, and all instances register again
+(`StoreFile`).
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ _TABLES: Final = Tables(
     pragmas=("synchronous = NORMAL", "foreign_keys = ON"),
 )
 _MOST_IDLE: Final = 2
-"""Connections that are kept open: one for the program's own thread, and one for renewals."""
+"""How many idle connections are kept open: one for the program's own thread, and one for renewals."""
 
 _POLL_S: Final = 0.1
-"""A process sees a change after at most this time; a check takes microseconds."""
+"""A process sees a change within this time; a check takes microseconds."""
 
 # A lease that ends later than its length allows was granted before the clock restarted. A service's records stay
 # visible until a process writes: while no process can (a full disk), none can renew either, and students keep their
@@ -142,13 +144,13 @@ class SqliteStore(Store):
 
 
 class StoreFile(Resource):
-    """A file, and connections to it: every transaction has its own, so that none waits for another's lock.
+    """A file and its connections: each transaction has its own, so that none waits for the lock of another.
 
-    With `lazy` it connects on first use, and any problem with the file is then a DiscoveryError.
+    With `lazy`, the file is opened on first use, and any problem with it then raises DiscoveryError.
 
     Raises:
         SettingsError: The file cannot be created or written, is damaged, or is not EDL's.
-        DiscoveryError: It is busy.
+        DiscoveryError: The file is busy.
     """
 
     def __init__(self, path: str, timeout_s: float, lazy: bool = False) -> None:
@@ -176,7 +178,8 @@ class StoreFile(Resource):
     def read(self) -> Iterator[sqlite3.Connection]:
         """Run a transaction that reads the state as of its beginning, possibly with expired leases.
 
-        Read the clock inside it: compared with an earlier time, a lease renewed in between would end later than it can.
+        Read the clock inside this transaction. Compared with an earlier time, a lease that was renewed in between would
+            seem to end later than it can.
         """
         with self._transaction(reads=True) as connection:
             connection.execute("SELECT revision FROM state").fetchone()  # SQLite begins at the first read
@@ -244,7 +247,7 @@ class StoreFile(Resource):
         return file
 
     def _discard(self, file: SqliteFile, changed: str | None) -> None:
-        """Remove a file that connections can no longer agree on; its users switch to its successor."""
+        """Remove a file that connections cannot share consistently any longer; its users switch to the new file."""
         if not changed:
             return
         try:
@@ -353,7 +356,7 @@ class _FileFollower(Follower[Entries]):
 
 
 def _read_entries(connection: sqlite3.Connection, prefix: str) -> tuple[list[Entry], float]:
-    """Return all entries under `prefix`, sorted, and when the first of their leases ends unless renewed."""
+    """Return all entries under `prefix`, sorted, and the time when the first of their leases ends unless renewed."""
     now = time.monotonic()
     rows = connection.execute(
         # U+10FFFF sorts after every other character, also in UTF-8, so the range is the prefix.

@@ -1,7 +1,8 @@
 """A store: small state that processes share, with leases, compare-and-set, watches and elections.
 
-A backend subclasses `Store` and implements the seven methods from `grant` to `follow`. Argument checks, lease renewal,
-watches and elections are the same for all stores. `tests/fast/discovery/conformance` checks the promises below.
+A backend subclasses `Store` and implements its seven abstract methods, from `grant` to `follow`. Argument checks, lease
+renewal, watches and elections are the same for all stores. `tests/fast/discovery/conformance` checks the promises
+below.
 
 These rules apply to every class below, unless a method says otherwise:
 
@@ -10,8 +11,8 @@ These rules apply to every class below, unless a method says otherwise:
   does nothing, so that the child ends neither the parent's leases nor its connections.
 - **Closing.** `close` of a store first closes its leases, watches and elections. After `close`, methods raise
   `ClosedError`, unless a method documents a return value for that case.
-- **Deadlines.** A call that queries the store takes at most about the `timeout_s` of `open_store` (5 s by default), and
-  then raises `DiscoveryError`. No other call waits without its own `timeout_s`.
+- **Deadlines.** A call that queries the store raises `DiscoveryError` after about the `timeout_s` of `open_store` (5 s
+  by default) without an answer. Other calls wait only if they have their own `timeout_s`.
 - **Impossible values**, which no store could hold, raise `SettingsError` before any request to the store.
 """
 
@@ -47,7 +48,7 @@ _CAMPAIGN_S: Final = 0.2
 
 
 def check_key(key: str) -> str:
-    """Return `key` if every store can hold it: parts of printable characters with single slashes between them."""
+    """Return `key` if it suits every store: parts of printable characters with single slashes between them."""
     if not isinstance(key, str) or not key or any(part in ("", ".", "..") for part in key.split("/")):
         raise SettingsError(f"store key {key!r:.80}: expected parts separated by '/', none of them empty, '.' or '..'")
     return _check_text(key)
@@ -77,12 +78,12 @@ def _check_text(text: str) -> str:
 
 
 def retry_s(ttl_s: float) -> float:
-    """Return how long to wait after a failed renewal of a lease of that length."""
+    """Return how long to wait after a failed renewal of a lease with this length."""
     return min(ttl_s / RENEWALS / 2, _RETRY_S)
 
 
 def held_by_another(key: str) -> ConflictError:
-    """Return the error for a write of a key that belongs to another lease."""
+    """Return the error for a write to a key that belongs to another lease."""
     return ConflictError(f"key {key!r} is held by another lease: only that lease can write it")
 
 
@@ -91,10 +92,10 @@ class Entry:
     """A key with its value at one moment.
 
     Attributes:
-        key: The key, as it was written.
+        key: The key in the form in which it was written.
         value: Its value, up to 256 KiB.
         version: The number that `Store.compare_and_set` and `Store.delete` compare, at least 1. Every write in a store
-            has a larger version than all writes before it, of any key, until the store loses its data.
+            gets a larger version than all earlier writes to any key, until the store loses its data.
     """
 
     key: str
@@ -111,8 +112,8 @@ class StoreSnapshot:
 
     Attributes:
         entries: The entries by key. Complete: a key that is missing did not exist.
-        stale: Empty while the store answers. Otherwise the reason why it does not; `entries` are then the last
-            known ones (none if the store has not answered yet).
+        stale: Empty while the store answers. Otherwise the reason why it does not; `entries` are then the last known
+            entries (none if the store has not answered yet).
     """
 
     entries: Entries
@@ -122,12 +123,12 @@ class StoreSnapshot:
 class StoreWatch(FollowedWatch[Entries, StoreSnapshot]):
     """Snapshots of a prefix as it changes.
 
-    - The first `get` returns the current state as soon as the store has answered, even if it is empty.
+    - The first `get` returns the current state as soon as the store has answered, even if that state is empty.
     - A change is seen within about 0.2 s of the write on a store that answers. Changes are not queued: a watcher that
-      falls behind gets the newest snapshot, and a change that was undone before `get` looked is not seen. A key that is
-      deleted and written again has a new version.
-    - Snapshots follow the order of writes: none shows an older state than the one before, unless the store has lost
-      its data.
+      falls behind gets the newest snapshot, and does not see a change that was undone before its call of `get`. A key
+      that is deleted and written again has a new version.
+    - Snapshots follow the order of writes: no snapshot shows an older state than the previous snapshot, unless the
+      store has lost its data.
     - While the store cannot be reached, a snapshot has `stale` set and the last known entries. The watch retries by
       itself: when the store answers again, a snapshot with `stale` empty follows.
     - If several threads call `get`, each snapshot may go to only one of them.
@@ -149,7 +150,8 @@ class Claim(abc.ABC):
     """A lease in a backend, which lasts only while it is renewed. Its methods may raise DiscoveryError.
 
     Attributes:
-        granted: A monotonic time just before it was granted, so that the holder's clock runs ahead of the backend's.
+        granted: A monotonic time just before the lease was granted, so that it expires earlier by the holder's clock
+            than by the backend's.
     """
 
     def __init__(self) -> None:
@@ -157,7 +159,7 @@ class Claim(abc.ABC):
 
     @abc.abstractmethod
     def renew(self) -> bool:
-        """Renew; False if it has expired."""
+        """Renew the lease; return False if it has expired."""
 
     @abc.abstractmethod
     def withdraw(self) -> None:
@@ -168,11 +170,12 @@ class Lease(Resource):
     """A sign of life that keys can belong to, renewed by a background thread until it is closed.
 
     The thread renews four times per lease length, so three renewals in a row may fail. `close` ends the lease at once
-    and deletes its keys. If the store does not answer then, a warning is logged, and the lease expires by itself.
+    and deletes its keys. If the store does not answer at that time, a warning is logged, and the lease expires by
+    itself.
 
     Args:
-        claim: Just granted by the backend.
-        ttl_s: Seconds after the last renewal until it expires.
+        claim: The claim that the backend has just granted.
+        ttl_s: Seconds after the last renewal until the lease expires.
     """
 
     def __init__(self, claim: Claim, ttl_s: float) -> None:
@@ -189,9 +192,9 @@ class Lease(Resource):
     def lost(self) -> bool:
         """Whether the lease, and its keys with it, has expired or may have.
 
-        Uses only this process's clock, and sends no request. The holder's clock starts when it asks for a
-        renewal, the store's when it answers, so the holder notices first. Once True it stays True, even after the
-        whole process was paused; ask for a new lease then. True after `close`.
+        Uses only this process's clock, and sends no request. The holder counts from its request for a renewal, the
+        store from its answer, so the holder is the first to notice that the lease has expired. Once True, the value
+        stays True, even after the whole process was paused; get a new lease then. True after `close`.
         """
         if not self._closed:
             self._check_process()
@@ -202,10 +205,10 @@ class Lease(Resource):
 
     @property
     def late_at(self) -> float:
-        """When a renewal was last late, in seconds of `time.monotonic()`: -inf if never, now while one is late.
+        """When a renewal was last late, by `time.monotonic()`: -inf if never, the current time while one is late.
 
-        A renewal is late if it follows the previous one by more than half the lease length. Its cause, such as an
-        unreachable store or a stalled machine, may also have ended the leases of live processes.
+        A renewal is late if it follows the previous one by more than half the lease length. The cause of the delay,
+        such as an unreachable store or a stalled machine, may also have ended the leases of other live processes.
         """
         self._record_lateness()
         return self._late_at
@@ -248,9 +251,9 @@ class Lease(Resource):
 class Election(Resource):
     """A candidate for a name; at most one candidate leads at a time.
 
-    A background thread campaigns: it creates the key `elections/NAME` under its own lease whenever that key does
-    not exist. A candidate that lost its lease campaigns again by itself, even after an outage of the store. `close`
-    steps down, and another candidate leads within about a second, on a store that answers.
+    A background thread campaigns: it creates the key `elections/NAME` under its own lease whenever that key does not
+    exist. A candidate that lost its lease campaigns again by itself, even after an outage of the store. On `close`, the
+    candidate steps down, and another candidate leads within about a second if the store answers.
 
     Args:
         store: The store in which the candidates compete.
@@ -277,8 +280,8 @@ class Election(Resource):
         """Whether this candidate leads now; sends no request.
 
         False from the moment its lease may have expired, before any other candidate can lead. Check it before every
-        write that only a leader may make. A write that takes longer than the rest of the lease may still be late, so
-        use `compare_and_set` for it. False after `close`.
+        write that only a leader may make. A write that takes longer than the rest of the lease may still arrive after
+        another candidate leads, so use `compare_and_set` for such writes. False after `close`.
         """
         if not self._closed:
             self._check_process()
@@ -302,7 +305,7 @@ class Election(Resource):
             timeout_s: Seconds to wait; None for as long as it takes.
 
         Returns:
-            True if it leads; False if `timeout_s` passed, or it was closed during the wait.
+            True if this candidate leads; False if `timeout_s` passed, or the election was closed during the wait.
         """
         self._check()
         self._changed.wait_for(lambda: self._closed or self.is_leader, timeout_s)
@@ -370,8 +373,8 @@ class Store(Resource, abc.ABC):
     slash; all keys begin with the empty prefix. EDL keeps elections below `elections/`, and on all stores but Consul
     its registry of services below `registry/`.
 
-    A key that was written with a lease belongs to it: while it is live, only a write that names it can change the
-    key, and the key is deleted when the lease ends. Any process may delete it.
+    A key that was written with a lease belongs to this lease. While the lease is live, only a write with the same lease
+    can change the key. When the lease ends, the key is deleted. Any process may delete the key.
 
     Every write is atomic, and a read that begins after a write returned sees it, from any process. (Consul, while it
     elects a new leader, may answer a read with a slightly older state.)
@@ -383,8 +386,8 @@ class Store(Resource, abc.ABC):
         """Return a new lease that keys can belong to, renewed until it is closed.
 
         Args:
-            ttl_s: Seconds after the last renewal until the lease expires, 0.5 to 86,400. If this process dies, its keys
-                disappear about that much later. (etcd counts whole seconds, rounded up.)
+            ttl_s: Seconds after the last renewal until the lease expires, 0.5 to 86,400. If this process dies, the
+                lease's keys disappear after about that time. (etcd counts whole seconds, rounded up.)
 
         Raises:
             DiscoveryError: The store cannot be reached.
@@ -515,7 +518,8 @@ class Store(Resource, abc.ABC):
         Args:
             name: The name that the candidates compete for; must be a legal key.
             value: Tells others which candidate leads.
-            ttl_s: Seconds after which another candidate may lead if the leader dies; as for `lease`.
+            ttl_s: Seconds after which another candidate may lead if the leader dies; the same limits apply as in
+                `lease`.
 
         Returns:
             The election, in which this process is a candidate from now on.
@@ -527,7 +531,7 @@ class Store(Resource, abc.ABC):
 
     @abc.abstractmethod
     def grant(self, ttl_s: float) -> Claim:
-        """Return a new lease in the backend, which lasts `ttl_s` seconds after each renewal.
+        """Return a new lease in the backend; after each renewal, it lasts `ttl_s` seconds.
 
         Args:
             ttl_s: Its length.
@@ -588,11 +592,11 @@ class Store(Resource, abc.ABC):
         """
 
     def series(self) -> Iterable[tuple[str, Sequence[Mapping[str, float]]]]:
-        """Read the metrics of the last hours, which an `edl store` process keeps; other stores have none.
+        """Read the metrics of the last hours, which an `edl store` process keeps; other stores have no metrics.
 
         Returns:
-            Names of series, each with its points, oldest first: values by field, of which "t" is the wall clock, and
-            NaN is an unknown value.
+            Names of series, each with its points, oldest first. A point maps fields to values; the field "t" is the
+            wall clock time, and NaN means an unknown value.
 
         Raises:
             DiscoveryError: The store cannot be reached, or its server is older than this version of EDL.

@@ -73,11 +73,11 @@ class StoreUrl:
 
 
 def identify_store(url: str) -> str:
-    """Return the same text for URLs of the same store that differ only in spelling; other text is returned as it is.
+    """Return the same text for all spellings of a store's URL; text that is no such URL is returned unchanged.
 
-    It ignores differences in the case of a host, the scheme's own port, the order of etcd's members, a slash at the
-    end, and characters that `urlsplit` drops. Hosts are not resolved, and etcd members that are named alone are not
-    recognized as one cluster.
+    This ignores differences in the case of a host, an explicit default port, the order of etcd's members, a slash at
+    the end, and characters that `urlsplit` drops. Hosts are not resolved, and URLs that contain different members of an
+    etcd cluster are not recognized as the same store.
     """
     try:
         found = StoreUrl.parse(url)
@@ -88,7 +88,7 @@ def identify_store(url: str) -> str:
 
 
 def find_mistake(url: str) -> str:
-    """Return why no store can be at a URL; empty if there may be one. Opens nothing, and reads no environment."""
+    """Return why a URL cannot be a store's; empty if it can. Opens no store, and reads no environment variables."""
     try:
         StoreUrl.parse(url)
     except ValueError as exc:
@@ -116,7 +116,7 @@ def _joined(scheme: str, host: str, port: int | None) -> str:
 
 
 def servers_of(url: str) -> list[tuple[str, int | None]]:
-    """Return hosts, and ports where given, of the servers that a URL names; none for a file."""
+    """Return the hosts of the servers in a URL, with ports where given; no servers for a file."""
     parts = urlsplit(url)
     each = (urlsplit(f"//{member}") for member in parts.netloc.split(","))
     return [(member.hostname, member.port) for member in each if member.hostname]

@@ -14,8 +14,8 @@ from edl.settings import Credentials
 def open_registry(url: str, *, timeout_s: float = 5.0, credentials: Credentials | None = None) -> Registry:
     """Open the registry that `url` names.
 
-    A registry is kept in the store at the URL, and takes the same arguments as `open_store`. In Consul, services
-    are Consul's own, with a health check, so its UI and its DNS show them.
+    A registry is kept in the store at the URL, and is opened with the same arguments as in `open_store`. In Consul,
+    services are Consul's own, with a health check, so its UI and its DNS show them.
 
     Args:
         url: Location of the registry.
@@ -53,8 +53,8 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
     Args:
         url: Location of the store.
         timeout_s: Seconds that a request may take before it fails.
-        credentials: Mutual TLS with an `edl://` server, if CA, certificate and key are set, and a token for it. None
-            for the credentials in the environment (`EDL_TLS_CA`, ...).
+        credentials: A token for an `edl://` server, and mutual TLS with it if CA, certificate and key are set. None for
+            the credentials in the environment (`EDL_TLS_CA`, ...).
 
     Returns:
         The store, which the caller closes.

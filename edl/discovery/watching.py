@@ -39,8 +39,8 @@ class Snapshots(Resource, abc.ABC, Generic[S]):
             timeout_s: Seconds to wait; 0 returns at once, None waits as long as it takes.
 
         Returns:
-            The newest snapshot; None if `timeout_s` passed without a change, or the watch was closed, by itself or with
-            the store or registry that it belongs to.
+            The newest snapshot; None if `timeout_s` passed without a change, or if the watch was closed, either alone
+            or together with its store or registry.
         """
 
     def __iter__(self) -> Iterator[S]:
@@ -57,14 +57,14 @@ class Follower(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def next(self, wait_s: float | None) -> T:
-        """Return the state: at once on the first call and after an error, otherwise when it may have changed.
+        """Return the state: at once on the first call and after an error, otherwise when the state may have changed.
 
         Args:
             wait_s: Seconds after which to return in any case; None for whatever suits the backend.
 
         Raises:
             DiscoveryError: The backend does not answer.
-            ClosedError: This was closed.
+            ClosedError: The follower was closed.
         """
 
     @abc.abstractmethod
@@ -78,10 +78,11 @@ def query_wait_s(wait_s: float | None) -> float:
 
 
 class FollowedWatch(Snapshots[S], Generic[T, S]):
-    """Keeps the newest snapshot only: a slow reader skips some, and never holds up the thread that follows.
+    """Keeps only the newest snapshot: a slow reader skips snapshots, and never delays the following thread.
 
-    `answered` turns a state into a snapshot, `failed` the reason of a failure. `recheck_at` returns the monotonic time
-    at which `answered` must be called again even without a change. The follower is closed with this watch.
+    `answered` turns a state into a snapshot; `failed` turns the reason for a failure into a snapshot. `recheck_at`
+    returns the monotonic time at which `answered` must be called again even without a change. The follower is closed
+    with this watch.
     """
 
     def __init__(

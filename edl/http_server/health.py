@@ -33,13 +33,13 @@ CheckPath: TypeAlias = Literal["/livez", "/readyz"]
 
 
 class HealthChecks:
-    """Checks for whether a process is alive, and whether it is ready. A path without checks passes."""
+    """Checks of whether a process is alive, and whether it is ready. A path without checks counts as passed."""
 
     def __init__(self) -> None:
         self._checks: dict[str, dict[str, Callable[[], str]]] = {"/livez": {}, "/readyz": {}}
 
     def add(self, path: CheckPath, name: str, check: Callable[[], str]) -> None:
-        """Add or replace a check. It is called in another thread for each request, and returns "" or why it fails."""
+        """Add or replace a check. It is called in another thread for each request, and returns "" or a reason."""
         self._checks[path] = {**self._checks[path], name: check}
 
     def answer(self, path: str) -> tuple[bool, str] | None:
@@ -56,7 +56,7 @@ class HealthChecks:
 class HealthServer:
     """Answers `/livez`, `/readyz` and `/metrics` over HTTP until `close`; `api` is a WSGI application below `/v2`.
 
-    Port 0 is a free port. Raises SettingsError if it cannot listen on the address.
+    Port 0 stands for any free port. Raises SettingsError if the server cannot listen on the address.
     """
 
     def __init__(

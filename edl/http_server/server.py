@@ -29,13 +29,13 @@ from edl.errors import ClosedError, SettingsError
 from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, context_for, load_pair
 
 _SILENCE_S: Final = 10.0
-"""Time within which a connection must send a request: a browser does so immediately, or reconnects."""
+"""Time within which a request must arrive on a new connection: a browser sends it immediately, or reconnects."""
 _START_S: Final = 30.0
 """Timeout for starting to listen: it takes milliseconds, unless the host's name needs a DNS that does not respond."""
 STOP_S: Final = 5.0
 """Time for open connections to finish when a server stops."""
 _KEEPALIVE_S: Final = 75.0
-"""How long a connection may be idle between requests: browsers keep theirs about as long."""
+"""How long a connection may be idle between requests: browsers keep idle connections about as long."""
 _BACKLOG: Final = 128
 """Maximum number of connections waiting to be accepted."""
 _REMEDIES: Final = {
@@ -46,7 +46,7 @@ _REMEDIES: Final = {
 
 
 class _Connections:
-    """Makes connections' protocols, at most `most` or half of the open-file limit; closes silent connections."""
+    """Creates a protocol per connection, at most `most` or half the open-file limit; closes silent connections."""
 
     server: web.Server
 
@@ -95,7 +95,8 @@ class _RefusedConnection(asyncio.Protocol):
 class AppServer(abc.ABC):
     """Serves an application in its own thread, from `start` until `close`.
 
-    `port` is 0 for a free one, which the attribute contains after `start`. Without `credentials` it serves plain HTTP.
+    With `port` 0, the server chooses a free port; the attribute contains it after `start`. Without `credentials`, it
+    serves plain HTTP.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class AppServer(abc.ABC):
         """Create the application, await `run_app`, and clean up. Runs in the thread."""
 
     def start(self) -> None:
-        """Start to listen, once; raise SettingsError if it cannot listen on the address."""
+        """Start to listen (call this once); raise SettingsError if the server cannot listen on the address."""
         if self._running is not None:
             raise ClosedError("a server that was started before cannot be restarted: create a new one")
         self._loop = asyncio.new_event_loop()
@@ -158,9 +159,9 @@ class AppServer(abc.ABC):
     ) -> None:
         """Serve an application until `close`, and await `ending` before open connections are closed.
 
-        `answers_late` says that a response may take long: then a connection counts as having sent a request from the
-        request's head on, and its handler is cancelled if the client disconnects; otherwise it counts from the response
-        on.
+        `answers_late` means that a response may take long. A connection then counts as having sent a request as soon as
+        the head of the request has arrived, and the request's handler is cancelled if the client disconnects. Otherwise
+        the connection counts only when its response is about to be sent.
         """
         connections = _Connections(self._most_connections)
         if answers_late:
@@ -244,7 +245,7 @@ class AppServer(abc.ABC):
 
 
 def _http_logger() -> logging.Logger:
-    """Return a logger without errors of clients, which could otherwise fill the log with invalid requests."""
+    """Return a logger that omits client errors: clients could otherwise fill the log with invalid requests."""
     found = logging.getLogger(f"{__name__}.http")
     found.addFilter(_is_our_error)
     return found

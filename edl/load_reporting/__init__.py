@@ -1,9 +1,10 @@
 """Load records in the Store: how much students request, how long they wait, and how much teachers compute.
 
-A student or teacher gives a `LoadPublisher` a function that reads its counters. The publisher's thread writes a record
-every two seconds: the counters now and about fifteen seconds earlier, both by the publisher's own clock. So rates need
-only a single record, clocks of different machines are never compared, and a restarted process is a new record rather
-than a counter that falls. `read_service` turns all records of a service into rates.
+A student or teacher gives a `LoadPublisher` a function that reads its counters. Every two seconds, the publisher's
+thread writes a record with the current counters and those from about fifteen seconds earlier; both times are from the
+publisher's own clock. So a single record is enough to compute rates, clocks on different machines are never compared,
+and a restarted process gets a new record instead of a counter that falls. `read_service` turns all records of a service
+into rates.
 
 Publishing never disturbs the process: if the Store is unreachable, slow or full, it only logs a line.
 """

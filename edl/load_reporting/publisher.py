@@ -51,7 +51,7 @@ class LoadSource:
 
 
 class LoadPublisher:
-    """Writes the records of a process into a Store, until it is closed.
+    """Writes a process's records to a Store, until the publisher is closed.
 
     The first record is written after one interval, so a process that ends sooner publishes nothing. Unchanged records
     are not rewritten; the lease shows that the process is alive. If the Store does not answer or refuses a record, that
@@ -59,7 +59,7 @@ class LoadPublisher:
 
     Args:
         url: URL of the Store.
-        sources: Where the figures of each record come from.
+        sources: The source of each record's figures.
         settings: How often records are written, and how many seconds they cover.
     """
 
@@ -84,7 +84,7 @@ class LoadPublisher:
             logger.warning("load is not published: %s", exc)
 
     def publish_soon(self) -> None:
-        """Write what has changed now rather than after the interval. Returns at once."""
+        """Write changed records now rather than after the interval. Returns at once."""
         if self._loop is not None and os.getpid() == self._pid:
             self._loop.wake()
 
@@ -152,7 +152,7 @@ class LoadPublisher:
 
 
 class _Record:
-    """A record, what was last written of it, and its counters' samples from the last few seconds."""
+    """A record, the fields that were last written, and samples of its counters from the last few seconds."""
 
     def __init__(self, source: LoadSource, publisher: str, window_s: float) -> None:
         self.source = source
@@ -164,7 +164,8 @@ class _Record:
     def sample(self, t: float) -> Mapping[str, Any]:
         """Read the counters; return the record's fields.
 
-        They are compared with the newest sample that is at least `window_s` old, or else the oldest one. A counter that
+        The record also contains earlier counters for comparison: the newest sample that is at least `window_s` old, or
+        else the oldest sample. A counter that
         falls was reset (Triton was restarted behind `edl register`): earlier samples are dropped.
         """
         counters, samples = dict(self.source.read()), self._samples
@@ -202,7 +203,8 @@ def _printable(value: Any) -> Any:
 def _without_times(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a record whose change is worth a rewrite: all but the clock.
 
-    One exception: a first sample has no rate, and the next one has a rate even if it is equal.
+    There is one exception: the first sample gives no rate, so the second sample is written even if its counters are
+        equal.
     """
     since = {name: value for name, value in body["since"].items() if name != "t"}
     comparable = body["since"]["t"] < body["t"]

@@ -1,12 +1,12 @@
 """Load records in the Store: their keys and JSON, which of them are valid, and the rates they contain.
 
 A key is `load/SERVICE/students/ID` or `load/SERVICE/teachers/ID`. A record contains a process's counters twice: now,
-and some seconds earlier. Every rate is computed from a single record, between its two times. Rates are DS2's true rates
-(Kalavri et al., OSDI 2018): rows per second that a student or teacher was working, rather than per second elapsed. So
-they show what students would request if they never waited, and what teachers could compute.
+and some seconds earlier. Every rate is computed from a single record, between its two times. Rates are the true rates
+defined in DS2 (Kalavri et al., OSDI 2018): rows per second of a student's or teacher's working time, rather than of
+elapsed time. So they show how much students would request if they never waited, and how much teachers could compute.
 
-Any process with write access to the Store may write records, of any version: a record with a missing or invalid field
-is skipped, and logged once.
+Any process with write access to the Store may write records, in any version of the format. A record with a missing or
+invalid field is skipped, and this is logged once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 """Version of the format: records of other versions are skipped, since their fields may mean something else."""
 MAX_TEACHERS = 64
-"""Most teachers that a student's record names: the list is for people, and a record has to stay small."""
+"""Most teachers listed in a student's record: the list is for people, and a record has to stay small."""
 _MAX_TEXT = 1024  # characters: registry ids have up to 512, and unprintable ones are escaped
 _MAX_BYTES = 256 * 1024  # the largest value of a Store
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -96,7 +96,7 @@ class TeacherRate:
         rate: Rows per second that it computes while all of its workers are busy; None if unknown.
         compute_share: Share of its workers' time spent computing, 0 to 1; None if unknown.
         queue_rows: Queued rows; None if unknown.
-        note: Why rows are unknown; empty if they are known.
+        note: Why the number of rows is unknown; empty if it is known.
         rows: Rows computed since it started; None if unknown.
         compute_s: Seconds spent computing since it started, summed over its workers; None if unknown.
     """
@@ -133,7 +133,7 @@ class ServiceLoad:
 
     @property
     def live(self) -> int:
-        """Number of ready teachers; one that publishes nothing counts if a student uses it."""
+        """Number of ready teachers; a teacher that publishes nothing counts if a student uses it."""
         published = {teacher.teacher for teacher in self.teachers}
         used = {teacher for student in self.students for teacher in student.teachers}
         return sum(teacher.state == "ready" for teacher in self.teachers) + len(used - published)
@@ -152,8 +152,8 @@ class ServiceLoad:
     def demand(self) -> float:
         """Rows per second that teachers should be able to compute.
 
-        The sum over students, but at least what teachers compute now, since some students publish nothing: those with
-        fixed endpoints, and programs that do not use EDL.
+        The sum of the students' demands, but at least the rate at which teachers compute now, since some clients
+        publish nothing: students with fixed endpoints, and programs that do not use EDL.
         """
         asked = sum(student.demand or 0.0 for student in self.students)
         computed = sum(teacher.rows_per_s or 0.0 for teacher in self.teachers if teacher.state in _PRESENT)
@@ -161,7 +161,7 @@ class ServiceLoad:
 
     @property
     def rate(self) -> float | None:
-        """Rows per second that a ready teacher computes, averaged over those whose rate is known; None if none is."""
+        """Rows per second that a ready teacher computes, averaged over the known rates; None if none is known."""
         rates = [teacher.rate for teacher in self.teachers if teacher.state == "ready" and teacher.rate is not None]
         return sum(rates) / len(rates) if rates else None
 
@@ -172,13 +172,13 @@ class ServiceLoad:
 
     @property
     def wait_share(self) -> float | None:
-        """Share of their time that students spent waiting, without idle ones; None if all are idle."""
+        """Share of their time that students spent waiting, without idle students; None if all are idle."""
         seconds = sum(student.seconds for student in self.waiting)
         return sum(student.wait_share * student.seconds for student in self.waiting) / seconds if seconds else None
 
     @property
     def least_busy_share(self) -> float:
-        """The smallest share of its time that a student did not wait; 1 without students."""
+        """The smallest share of time, over all students, that a student did not wait; 1 without students."""
         return min((1.0 - student.wait_share for student in self.waiting), default=1.0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def read_service(store: Store, service: str) -> ServiceLoad:
         service: Name of the service.
 
     Returns:
-        Its load; empty if nothing is published. Unusable records are skipped, and logged once.
+        The service's load; empty if no records are published. Unusable records are skipped, and logged once.
 
     Raises:
         DiscoveryError: the store cannot be reached.
@@ -260,7 +260,7 @@ def _log_once(key: str, reason: str) -> None:
 
 
 def parse_record(key: str, value: bytes) -> StudentRate | TeacherRate:
-    """Return the load that a record contains; ValueError, which says why, if it is unusable."""
+    """Return the load that a record contains; raise ValueError with the reason if the record is unusable."""
     parts = key.split("/")
     if len(parts) != 4 or parts[0] != "load" or not is_service(parts[1]) or not _ID.fullmatch(parts[3]):
         raise ValueError("its key is not that of a load record")

@@ -1,7 +1,7 @@
 """How many teachers or workers are wanted, as written by a master: `wanted/teachers/SERVICE`, `wanted/workers/JOB`.
 
-A key has no lease: while no master is running, the last value is still the best estimate. A live advisor updates
-`time`, the time of the last write, at least every ten seconds.
+A key has no lease: while no master is running, the last value is still the best estimate. While an advisor is running,
+it updates `time`, the time of the last write, at least every ten seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def wanted_key(kind: WantedKind, name: str) -> str:
 
 
 def read_wanted(store: Store, kind: WantedKind, name: str) -> dict[str, Any] | None:
-    """Read how many are wanted.
+    """Read how many teachers or workers are wanted.
 
     Args:
         store: Store where masters write it.
@@ -34,9 +34,10 @@ def read_wanted(store: Store, kind: WantedKind, name: str) -> dict[str, Any] | N
         name: Name of the service or job.
 
     Returns:
-        `count` (how many), `now` (how many there were), `reason`, `since` (time of the last change, Unix time), `time`
-        (time of the last write, Unix time) and `decisions` (the last changes: `time`, `from`, `count`, `reason`; oldest
-        first), among others. None if there is no record, or no usable one.
+        A dictionary with these fields, among others: `count` (how many are wanted), `now` (how many there were),
+        `reason`, `since` (time of the last change, Unix time), `time` (time of the last write, Unix time) and
+        `decisions` (the last changes: `time`, `from`, `count`, `reason`; oldest first). None if there is no usable
+        record.
 
     Raises:
         DiscoveryError: the store cannot be reached.
@@ -67,7 +68,7 @@ def read_all_wanted(store: Store) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def parse_wanted(key: str, value: bytes) -> dict[str, Any] | None:
-    """Return the fields of a record; None if it is unusable, which is logged with its key at level DEBUG."""
+    """Return the fields of a record; None if it is unusable: then its key is logged at level DEBUG."""
     try:
         fields = json.loads(value)
     except (ValueError, RecursionError):

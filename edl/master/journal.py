@@ -1,13 +1,14 @@
-"""Journals of a master's decisions, which outlive it: records in order, and a snapshot in place of older ones.
+"""Journals of a master's decisions, which outlive the master: ordered records, and a snapshot in place of older ones.
 
 A `StoreJournal` consists of these values, in the folder `journals/JOB`:
 
-- `head` is the table of contents: the term, the snapshot, which values hold records after it, and which are garbage.
-  Every commit is a compare-and-set of it, so a writer whose term has ended fails.
+- `head` is the table of contents: the term, the snapshot, which values hold records after the snapshot, and which
+  values are garbage. Every commit is a compare-and-set of `head`, so a writer whose term has ended fails.
 - `records/TERM/...` and `snapshots/TERM-NUMBER/...` are values that only the writer of that term wrote.
 
-A group is written to values after those that the head names, and committed once the head names them too. A snapshot is
-announced in the head before its first value is written, so that the values of an interrupted one are found and deleted.
+A group of records is written to new values, after the values that the head lists, and is committed once the head lists
+the new values too. A snapshot is announced in the head before its first value is written, so that the values of an
+interrupted snapshot can be found and deleted.
 """
 
 from __future__ import annotations
@@ -59,14 +60,15 @@ _ACCEPTED = "accepted are sqlite:///absolute/path/to/file, and store:JOB togethe
 
 
 def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0) -> Journal:
-    """Open the journal that `url` names. Neither reads it nor begins a term.
+    """Open the journal at `url`. Does not read the journal or begin a term.
 
-    - `sqlite:///absolute/path`: a file on a local disk, created with its folder if necessary. Only a master on this
-      machine can take it over.
-    - `store:JOB`: keys of `store`, which the caller closes after the journal. Consul and etcd answer once the data is
+    - `sqlite:///absolute/path`: a file on a local disk; the file and its folder are created if necessary. Only a master
+      on this machine can take over the journal.
+    - `store:JOB`: keys in `store`, which the caller closes after the journal. Consul and etcd answer once the data is
       on the disks of a majority of servers.
 
-    `timeout_s` is how long to wait for another process's transaction on a file, or to retry an unreachable store.
+    `timeout_s` is how long to wait for another process's transaction on a file, or to keep retrying an unreachable
+    store.
 
     Raises:
         SettingsError: The URL is invalid, or the file is not a journal.
@@ -87,7 +89,7 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
 
 
 def set_aside(url: str) -> None:
-    """Rename the file of an unused journal, so the next one there starts empty; SettingsError if that fails."""
+    """Rename an unused journal's file, so the next journal there starts empty; SettingsError if that fails."""
     path = Path(_path(url))
     kept = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
     try:
@@ -110,17 +112,19 @@ def _path(url: str) -> str:
 
 
 class Journal(Resource, abc.ABC):
-    """Records in order, and a snapshot that replaces those before it.
+    """Records in order, and a snapshot that replaces the records before it.
 
     - **Terms.** A writer begins a term, which ends the terms of all earlier writers: their later writes are refused
-      with `LeaseLostError`, and have no effect. So of two masters that both believe they lead, only one can write.
+      with `LeaseLostError`, and have no effect. So if two masters both believe that they lead, only one of them can
+      write.
     - **Groups.** One call of `append` writes all of its records or none, even if the power fails.
-    - **After a `JournalError`** it is unknown whether the write took effect. The object refuses everything but `close`
-      from then on; a new one reads the actual state.
-    - **Damage** is a `ProtocolError`.
-    - **Threads and forks.** Methods may be called from several threads, and run one at a time. A forked child must not
+    - **After a `JournalError`** it is unknown whether the write took effect. From then on, the journal object refuses
+      every call but `close`; a new object reads the actual state.
+    - **Damage** to the journal raises a `ProtocolError`.
+    - **Threads and forks.** Methods may be called from several threads; the calls run one at a time. A forked child
+      must not
       use the journal: methods raise `ClosedError`, and `close` does nothing.
-    - **Time.** Every call has a deadline of a few seconds: `timeout_s` of `open_journal`.
+    - **Time.** Every call has a deadline of a few seconds, the `timeout_s` passed to `open_journal`.
 
     An implementation runs each of its calls in a `_turn`, and passes `tests/fast/master/test_journal.py`.
     """
@@ -139,7 +143,7 @@ class Journal(Resource, abc.ABC):
 
     @abc.abstractmethod
     def begin_term(self) -> int:
-        """Become the only writer, before `load`; return the term's number, larger than all earlier ones."""
+        """Become the only writer, before `load`; return the term's number, larger than those of all earlier terms."""
 
     @abc.abstractmethod
     def load(self) -> tuple[bytes | None, list[bytes]]:
@@ -147,7 +151,7 @@ class Journal(Resource, abc.ABC):
 
     @abc.abstractmethod
     def append(self, records: Sequence[bytes]) -> None:
-        """Write a group of records of any size. Once it returns, they survive a crash and a power failure."""
+        """Write a group of records of any size. After this returns, they survive a crash and a power failure."""
 
     @abc.abstractmethod
     def snapshot(self, state: bytes) -> None:
@@ -155,7 +159,7 @@ class Journal(Resource, abc.ABC):
 
     @contextlib.contextmanager
     def _turn(self, what: str) -> Iterator[None]:
-        """Serialize calls of several threads; after an error, refuse all."""
+        """Serialize calls from several threads; after an error, refuse all calls."""
         self._check_process()
         if not self._turns.acquire(timeout=self._timeout_s):
             raise JournalError(f"journal {self.name}: cannot {what}: another thread is using it")
@@ -311,7 +315,7 @@ def _cut(data: bytes) -> list[bytes]:
 
 
 class _Values(NamedTuple):
-    """Values [first, stop) of a subfolder of the journal."""
+    """Values [first, stop) in a subfolder of the journal."""
 
     folder: str
     first: int
@@ -319,7 +323,7 @@ class _Values(NamedTuple):
 
 
 class _MissingValueError(DiscoveryError):
-    """The store does not show a value that the head names."""
+    """The store does not return a value that the head lists."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +364,7 @@ class _Head:
 
 
 class StoreJournal(Journal):
-    """Values in a store, and a head that names them. SettingsError if the job's name cannot be part of a key."""
+    """Values in a store, and a head that lists them. SettingsError if the job's name cannot be part of a key."""
 
     def __init__(self, store: Store, job: str, *, timeout_s: float) -> None:
         super().__init__(f"journals/{job}", timeout_s)
@@ -474,9 +478,9 @@ class StoreJournal(Journal):
             raise LeaseLostError(f"journal {self.name}: another master has begun a term; this one is {self._term}")
 
     def _set_head(self, head: _Head, version: int | None) -> bool:
-        """Set the head if it is at `version`; return whether it was.
+        """Set the head if its version is `version`; return whether it was set.
 
-        A store that timed out may still have set it. That can be detected, because no two heads are equal.
+        A store that timed out may still have set the head. That can be detected, because no two heads are equal.
         """
         value = head.encode()
         key = f"{self.name}/head"
@@ -522,7 +526,7 @@ class StoreJournal(Journal):
         return b"".join(values)
 
     def _list_values(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of a chunk. While a store changes its leader, it may not show all of them at once."""
+        """Return the values of a chunk. While a store changes its leader, some values may temporarily be missing."""
         found = {entry.key: entry.value for entry in self._store.list(keys[0].rpartition("/")[0] + "/")}
         for key in keys:
             if key not in found:

@@ -10,7 +10,7 @@ from edl.errors import ConflictError, EDLError, LeaseLostError, ProtocolError, S
 
 SERVICE: Final = "edl.master.v1.Master"
 FORMAT: Final = 1
-"""Version of the protocol; a client of a different version gets an error instead of misreading replies."""
+"""Version of the protocol; a client with a different version gets an error instead of misreading replies."""
 MESSAGE_NBYTES: Final = 64 << 20  # the index of a data set with a million file names takes about 15 MB
 
 
@@ -44,7 +44,7 @@ def report_key(job: str) -> str:
 
 
 def read_report(store: Store, job: str) -> dict[str, Any] | None:
-    """Return the last report of a job's master; None without a readable one. DiscoveryError if the Store is away."""
+    """Return the last report of a job's master; None if unreadable. DiscoveryError if the Store is unreachable."""
     entry = store.get(report_key(job))
     try:
         found = None if entry is None else json.loads(entry.value)

@@ -1,7 +1,7 @@
 """The protocol between students and teachers: KServe v2 over gRPC.
 
-`kserve` contains the message classes, `codec` converts requests to bytes and back, `tensors` these to numpy arrays,
-`names` lists the names on the wire.
+`kserve` contains the message classes, `codec` converts requests to bytes and back, `tensors` converts tensors between
+raw bytes and numpy arrays, and `names` lists the names on the wire.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""gRPC channels and listening ports, with or without TLS and tokens: the only place where EDL creates any."""
+"""gRPC channels and listening ports, with or without TLS and tokens. EDL creates channels and ports only here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _AGE_MS: Final = 3_600_000
 """With TLS or tokens, connections of this age are replaced, so that new certificates and tokens take effect."""
 
 _used_in: set[int] = set()
-"""Processes (this one and its fork ancestors) that have created a channel or listened."""
+"""Ids of processes (this one and those it was forked from) that have created a channel or listened on a port."""
 
 
 def is_forked_from_grpc() -> bool:
@@ -62,7 +62,7 @@ def aio_channel(endpoint: str, files: CredentialFiles | None, options: Options =
 
 
 def channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.Channel:
-    """Return a synchronous gRPC channel, otherwise like `aio_channel`."""
+    """Return a synchronous gRPC channel; otherwise the same as `aio_channel`."""
     made: grpc.Channel = _open(grpc, endpoint, files, options)
     return made
 
@@ -149,7 +149,7 @@ def make_server(files: CredentialFiles | None, handler: grpc.GenericRpcHandler, 
 
 
 def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None) -> int:
-    """Have a server listen on `host:port` or `unix:/path`, and return the TCP port; RuntimeError if gRPC cannot.
+    """Make a server listen on `host:port` or `unix:/path`; return the TCP port; RuntimeError if gRPC cannot listen.
 
     Every new connection gets the certificates and CAs that the files hold at that moment.
     """
@@ -190,7 +190,7 @@ def token_checks(files: CredentialFiles | None, *, open_service: str = "") -> Se
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):
-    """Refuses calls without a valid token before any of their bytes is read, whether or not the method exists."""
+    """Refuses calls without a valid token before reading any of their bytes, whether or not the method exists."""
 
     def __init__(self, files: CredentialFiles, open_service: str) -> None:
         self._files = files
@@ -208,7 +208,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         return _REFUSE_WRONG if shown else _REFUSE_NONE
 
     def _allows(self, shown: Sequence[str]) -> bool:
-        """Return whether the values of a call's `authorization` are a single valid token."""
+        """Return whether a call's `authorization` metadata has a single value, which is a valid token."""
         if len(shown) != 1 or shown[0][: len(_SCHEME)].lower() != _SCHEME:
             return False
         return self._files.accepts(shown[0][len(_SCHEME) :].encode())

@@ -1,8 +1,9 @@
 """Converts requests and responses to bytes and back, without copying tensors twice.
 
-Protobuf copies `raw_input_contents` once to parse and once more to return them: at 5 MB per request that costs as much
-as the network. Here protobuf sees only the header; the tensors are cut out of, or joined to, the bytes around it.
-The wire format is protobuf's (https://protobuf.dev/programming-guides/encoding/), so any peer understands it.
+Protobuf copies `raw_input_contents` once to parse them and once more to return them: at 5 MB per request, this costs as
+much time as the network transfer. Here protobuf processes only the header; this module splits the tensors from the
+header's bytes, or joins them to it. The wire format is protobuf's (https://protobuf.dev/programming-guides/encoding/),
+so any peer understands it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _fields(view: memoryview) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the tag of each field, and the indexes at which it starts, its value begins, and both end."""
+    """Yield each field's tag, and the indexes at which the field starts, its value starts, and the field ends."""
     at = count = 0
     total = len(view)
     while at < total:
@@ -83,18 +84,18 @@ M = TypeVar("M", bound=Message)
 
 
 class MessageCodec(Generic[M]):
-    """Joins and splits one type of message; `raw_field` is the number of its field with raw tensors."""
+    """Joins and splits messages of one type; `raw_field` is the number of the field with the raw tensors."""
 
     def __init__(self, kind: type[M], raw_field: int) -> None:
         self._kind = kind
         self._raw_tag = raw_field << 3 | _LENGTH_DELIMITED
 
     def join(self, header: bytes, raw: Sequence[Buffer]) -> bytes:
-        """Return the message of a serialized header and the tensors `raw`, which are C-contiguous."""
+        """Return the message for a serialized header and the C-contiguous tensors `raw`."""
         return b"".join(self.parts(header, raw))
 
     def parts(self, header: bytes, raw: Sequence[Buffer]) -> list[Buffer]:
-        """Return the pieces of that message, without a copy of the tensors."""
+        """Return the pieces of the message that `join` returns, without copying the tensors."""
         tag = varint(self._raw_tag)
         parts: list[Buffer] = [header]
         for tensor in raw:
@@ -132,7 +133,7 @@ RESPONSE = MessageCodec(kserve.ModelInferResponse, 6)
 
 
 def id_field(request_id: str) -> bytes:
-    """Return only the field `id`. Before or after a serialized request or response, it becomes that message's id."""
+    """Return the field `id` alone, serialized. Put before or after a request or response, it sets that message's id."""
     data = request_id.encode()
     return varint(_ID << 3 | _LENGTH_DELIMITED) + varint(len(data)) + data
 

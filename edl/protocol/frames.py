@@ -1,12 +1,14 @@
 """The tensor channel: frames over a TCP socket between EDL's students and teachers.
 
-gRPC from Python copies a tensor several times on each side, with the GIL. Here the kernel copies it once
-out of the student's array, and once into the memory that the teacher computes from, both without the GIL.
+In Python, gRPC copies a tensor several times on each side while it holds the GIL. Here the kernel copies a tensor once
+from the student's array, and once into the memory from which the teacher computes. Both copies are made without the
+GIL.
 
-A connection begins with `MAGIC` and the one-time token from `names.OPEN_CHANNEL`; the server answers with the proof
-that it issued with the token. Frames follow in both directions: a prefix (`_PREFIX`: kind, request number, bytes of
-the body) and a body. The body of a request or an answer is a KServe v2 message cut in two, see `body_parts`: the
-serialized header, and the tensors that would be its raw contents. If gRPC has TLS, all of this is inside TLS.
+The client begins a connection with `MAGIC` and the one-time token from `names.OPEN_CHANNEL`; the server answers with
+the proof that it issued together with the token. Frames follow in both directions: a prefix (`_PREFIX`: kind, request
+number, size of the body in bytes) and a body. The body of a request or an answer is a KServe v2 message in two parts,
+see `body_parts`: the serialized header, and the tensors that would be the message's raw contents. If gRPC uses TLS, the
+whole connection uses TLS too.
 
 This file moves frames. `edl.distill.transport.channel` and `edl_serving.channel` decide what they mean.
 """
@@ -68,8 +70,8 @@ class FrameKind(enum.IntEnum):
 def body_parts(header: bytes, tensors: Sequence[Buffer]) -> list[Buffer]:
     """Return the parts of a body, without copying the tensors.
 
-    A body is two numbers of 4 bytes (bytes of the header, number of tensors), 8 bytes for the size of each tensor, the
-    header, and the tensors, each aligned to 64 bytes by zeros before it.
+    A body consists of two 4-byte numbers (size of the header in bytes, number of tensors), an 8-byte size for each
+    tensor, the header, and the tensors. Zeros before each tensor align it to 64 bytes.
     """
     views = [memoryview(tensor) for tensor in tensors]
     views = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
@@ -104,7 +106,7 @@ def split_body(body: memoryview) -> tuple[bytes, list[memoryview]]:
 
 
 async def when_ready(sock: Socket, operation: Callable[[], T], *, writes: bool = False) -> T:
-    """Run an operation on a non-blocking socket once it is ready to read, or to write; return the result."""
+    """Run an operation on a non-blocking socket when the socket is ready to read, or to write; return the result."""
     loop = asyncio.get_running_loop()
     add, remove = (loop.add_writer, loop.remove_writer) if writes else (loop.add_reader, loop.remove_reader)
     while True:
@@ -132,7 +134,7 @@ async def receive_exactly(sock: Socket, nbytes: int) -> bytes:
 
 
 class TlsSocket:
-    """TLS over a non-blocking socket, in large pieces: `ssl.SSLSocket` makes two system calls for every 16 KiB."""
+    """TLS over a non-blocking socket, in large pieces; `ssl.SSLSocket` would make two system calls per 16 KiB."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, serves: bool) -> None:
         self._sock = sock
@@ -145,7 +147,7 @@ class TlsSocket:
         self.getpeername, self.getsockname, self.close = sock.getpeername, sock.getsockname, sock.close
 
     async def shake_hands(self) -> bytes:
-        """Return the peer's certificate (DER), empty for none; OSError if the peer does not speak TLS or hangs up."""
+        """Return the peer's certificate (DER), empty if it has none; OSError if it does not speak TLS or hangs up."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -186,13 +188,13 @@ class TlsSocket:
         return taken
 
     def flush(self) -> None:
-        """Send what is encrypted; raise `BlockingIOError` if the kernel does not take all of it."""
+        """Send the encrypted data; raise `BlockingIOError` if the kernel does not accept all of it."""
         while self._unsent or self._outgoing.pending:
             self._unsent = self._unsent or memoryview(self._outgoing.read())
             self._unsent = self._unsent[self._sock.send(self._unsent) :]
 
     def _fill(self) -> int:
-        """Receive data; return the number of bytes, 0 at the end."""
+        """Receive data; return the number of bytes received, 0 at the end of the stream."""
         nbytes = self._sock.recv_into(self._received)
         self._incoming.write(self._received[:nbytes])
         return nbytes
@@ -213,14 +215,15 @@ class Frame:
 class FrameSocket:
     """Sends and receives frames over a connected socket. Used on the event loop.
 
-    Small frames that are ready together leave in one system call, and a large one's tensors are sent without a copy.
+    Small frames that are ready together are sent in one system call, and the tensors of a large frame are sent without
+    a copy.
 
     Args:
         sock: A connected, non-blocking socket, after the handshakes.
         begin: Called with kind, number and size of a frame before its body arrives; returns whether to keep it, and
             may raise `ProtocolError`. Memory is reserved only for frames that are kept.
         take: Called with kind, number and body (read-only) of each frame that was kept; may raise `ProtocolError`.
-        ended: Called once with the reason when the connection has ended, including by `close`.
+        ended: Called once, with the reason, when the connection has ended; also after `close`.
     """
 
     def __init__(
@@ -331,7 +334,7 @@ class FrameSocket:
             self._fail(exc)
 
     def _fail(self, exc: Exception) -> None:
-        """End the connection after an error; otherwise the callback would run and fail again."""
+        """End the connection after an error; if it stayed open, the callback would run and fail again."""
         if not isinstance(exc, OSError | ProtocolError):
             logger.error("a connection failed unexpectedly", exc_info=exc)
         self.close(getattr(exc, "strerror", None) or str(exc) or type(exc).__name__)
@@ -359,7 +362,7 @@ class FrameSocket:
         return self._tls is not None or nbytes == len(target)
 
     def _parse(self) -> None:
-        """Deliver the frames in the stage."""
+        """Deliver the frames in the receive buffer (the stage)."""
         at = 0
         while not self.closed:
             step = min(self._dropping, self._staged - at)

@@ -1,7 +1,7 @@
 """Message classes from a compiled `.proto`, in their own descriptor pool.
 
-In protobuf's default pool a process that also imports `tritonclient` would fail with a duplicate symbol, since both
-define the package `inference`.
+With protobuf's default pool, a process that also imports `tritonclient` would fail because of a duplicate symbol, since
+EDL and `tritonclient` both define the package `inference`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ TRACEPARENT = "traceparent"
 """Metadata of a call, or request parameter (string), which wins: the span of a request, as in W3C's Trace Context."""
 
 MAX_ROWS = "edl_max_rows"
-"""Parameter of a model's configuration: the most rows in one request, which an EDL server may compute in parts."""
+"""Parameter of a model's configuration: the most rows in one request. An EDL server may compute a request in parts."""
 
 MAX_BYTES = "edl_max_message_bytes"
 """Parameter of a model's configuration: the largest request in bytes, in shared memory or not."""
@@ -64,9 +64,9 @@ WEIGHTS_VERSION = "edl_weights_version"
 EXTENSION_SCHEDULE_POLICY = "schedule_policy"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"
 EXTENSION_NO_NAN = "edl_no_nan"
-"""Floating-point outputs are checked: a request whose answer would contain NaN gets an error instead."""
+"""Extension: floating-point outputs are checked, and a request whose answer would contain NaN gets an error instead."""
 EXTENSION_CHANNEL = "edl_channel"
-"""The server answers `OPEN_CHANNEL`, and takes requests over a tensor channel (`edl.protocol.frames`)."""
+"""Extension: the server answers `OPEN_CHANNEL`, and accepts requests over a tensor channel (`edl.protocol.frames`)."""
 
 OPEN_CHANNEL = "/edl.TensorChannel/Open"
 """Method that takes an empty message, and returns JSON: the `port` of the tensor channel and, as hexadecimal digits, a
@@ -84,10 +84,10 @@ TLS_META = "tls"
 """Metadata of an instance in discovery: "1" if it speaks TLS. Informational: students follow their own settings."""
 
 PRIORITY_META = "priority"
-"""Metadata of an instance in discovery: the priority of requests from students that set none."""
+"""Metadata of an instance in discovery: the priority of requests from students that set no priority."""
 
 RETRY_AFTER_MS = "grpc-retry-pushback-ms"
-"""Trailing metadata with UNAVAILABLE: milliseconds after which a retry may find room (gRPC proposal A6)."""
+"""Trailing metadata with UNAVAILABLE: milliseconds after which the server may accept a retry (gRPC proposal A6)."""
 
 
 def method(name: str) -> str:
@@ -98,7 +98,7 @@ def method(name: str) -> str:
 def top_k_names(output: str) -> tuple[str, str, str]:
     """Return the names of the outputs that replace `output` [rows, classes] when `edl_top_k` is requested.
 
-    They are class ids (INT32 [rows, k], by descending logit), their logits ([rows, k]), and the log of the sum of
-    exp(logit / temperature) over the classes left out ([rows], FP32; -inf if none are).
+    These outputs are class ids (INT32 [rows, k], by descending logit), the logits of these classes ([rows, k]), and the
+    log of the sum of exp(logit / temperature) over the classes left out ([rows], FP32; -inf if none are left out).
     """
     return f"{output}__topk_ids", f"{output}__topk_values", f"{output}__tail_lse"

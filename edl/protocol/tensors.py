@@ -13,7 +13,7 @@ from edl.protocol import kserve
 from edl.protocol.codec import Buffer
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-"""An array of numpy's, of any shape and dtype."""
+"""A numpy array of any shape and dtype."""
 
 BFLOAT16: Final = np.dtype("V2")
 """The dtype of arrays that are sent to a BF16 model: two opaque bytes per number, because numpy has no bfloat16."""
@@ -35,10 +35,10 @@ _CONTENTS = (
     | dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents")
     | dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents")
 )
-"""The field of `InferTensorContents` with the elements of each datatype."""
+"""For each datatype, the field of `InferTensorContents` that contains its elements."""
 
 _AT_A_TIME: Final = 1 << 16
-"""Elements of typed contents that are converted at a time: other threads can run between two such parts."""
+"""How many elements of typed contents are converted at a time; other threads can run between two such parts."""
 
 _WIDE = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}
 """Types that hold every value of protobuf's integer fields."""
@@ -56,7 +56,7 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str:
-    """Return KServe's name of a numpy dtype; strings and bytes are `BYTES`."""
+    """Return KServe's name for a numpy dtype; strings and bytes are `BYTES`."""
     if dtype.kind in "SUO":
         return "BYTES"
     if dtype == BFLOAT16:
@@ -68,7 +68,7 @@ def datatype_of(dtype: np.dtype[Any]) -> str:
 
 
 def expected_nbytes(datatype: str, shape: Sequence[int]) -> int | None:
-    """Return the bytes of a tensor in raw form; None for BYTES, whose elements vary in size."""
+    """Return the size of a tensor in raw form, in bytes; None for BYTES, whose elements vary in size."""
     if any(size < 0 for size in shape):
         raise ProtocolError(f"shape {list(shape)} has a negative size")
     if datatype == "BYTES":
@@ -78,7 +78,7 @@ def expected_nbytes(datatype: str, shape: Sequence[int]) -> int | None:
 
 
 def from_raw(datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
-    """Return raw bytes as an array, a read-only view if the type allows it; ProtocolError if they do not fit."""
+    """Return raw bytes as an array, a read-only view if possible; ProtocolError if the bytes are invalid."""
     expected = expected_nbytes(datatype, shape)
     nbytes = memoryview(raw).nbytes
     if expected is not None and nbytes != expected:
@@ -114,7 +114,7 @@ def _from_length_prefixed(shape: Sequence[int], raw: memoryview) -> Array:
 
 
 def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTensorContents) -> Array:
-    """Return a tensor sent as typed `contents`, not raw bytes; ProtocolError if type, count or range are wrong."""
+    """Return a tensor sent as typed `contents`, not raw bytes; ProtocolError if type, count or range is wrong."""
     field = _CONTENTS.get(datatype)
     if field is None:
         raise ProtocolError(f"{datatype} cannot be sent as typed contents; send raw_input_contents")
@@ -143,12 +143,12 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
 def array_of(value: Any) -> Array:
     """Return a value as an array, without changing bytes, strings and whole numbers.
 
-    numpy alone converts a list of bytes to `S`, which loses NULs at the end, numbers next to strings to strings, and
-    whole numbers to floats if no integer type holds all of them.
+    By itself, numpy converts a list of bytes to dtype `S`, which loses NULs at the end; numbers next to strings to
+    strings; and whole numbers to floats if no integer type holds all of them.
 
     Raises:
         ProtocolError: The conversion would change bytes or whole numbers.
-        ValueError: numpy cannot convert it, for example because of rows of different lengths.
+        ValueError: numpy cannot convert the value, for example because its rows have different lengths.
     """
     if isinstance(value, np.ndarray):
         return with_objects(np.asarray(value))
@@ -167,10 +167,10 @@ def array_of(value: Any) -> Array:
 
 
 def with_objects(array: Array) -> Array:
-    """Return the array, with bytes or strings of a fixed size as Python objects.
+    """Return the array, with elements of dtype `S` or `U` (a fixed size) converted to Python objects.
 
-    numpy pads shorter elements with NULs, and strips all trailing NULs on reading. That is correct for text. Bytes may
-    end in NULs of their own (whole numbers, audio samples), which cannot be told from padding.
+    numpy pads shorter elements with NULs, and strips all trailing NULs on reading. That is correct for text. But bytes
+    may end in NULs that are data (whole numbers, audio samples), which cannot be told from padding.
 
     Raises:
         ProtocolError: An element of dtype `S` ends in NULs.
@@ -188,7 +188,7 @@ def with_objects(array: Array) -> Array:
 
 
 def _check_fixed_size(value: Any) -> None:
-    """Refuse lists with arrays that `with_objects` refuses."""
+    """Raise for lists that contain arrays for which `with_objects` raises."""
     if isinstance(value, np.ndarray):
         with_objects(value)
     elif isinstance(value, list | tuple):
@@ -197,7 +197,7 @@ def _check_fixed_size(value: Any) -> None:
 
 
 def _refuse_rounded(value: Any, array: Array) -> None:
-    """Refuse a list of numbers if the conversion changed its whole numbers."""
+    """Raise ProtocolError if the conversion of a list of numbers changed its whole numbers."""
     if array.dtype.itemsize > 8 or not array.size or not np.abs(array).max() >= EXACT_FLOAT64:
         return
     for before, after in zip(np.array(value, np.object_).flat, array.flat, strict=True):
@@ -230,8 +230,9 @@ def cast_clamped(array: Array, dtype: np.dtype[Any]) -> Array:
 def split_top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Array]:
     """Return the k largest logits on the last axis, and what the remaining ones add to a softmax.
 
-    They are class ids (int32 `[..., k]`, by descending logit, then ascending id), their logits (in the dtype of
-    `logits`), and log(sum(exp(logit / temperature))) over the rest (float32 `[...]`, -inf if there are none).
+    The result is the class ids (int32 `[..., k]`, by descending logit, then ascending id), their logits (in the dtype
+    of `logits`), and log(sum(exp(logit / temperature))) over the remaining classes (float32 `[...]`, -inf if there are
+    none).
     """
     ids = np.argpartition(logits, logits.shape[-1] - k, axis=-1)[..., -k:]
     ids.sort(axis=-1)
@@ -257,7 +258,7 @@ def to_raw(array: Array) -> Buffer:
     """Return an array's elements in raw form, little-endian, C order; a view of the array if it already has this form.
 
     Raises:
-        ProtocolError: An element of an array of objects is neither bytes nor text, or see `with_objects`.
+        ProtocolError: An element of an array of objects is neither bytes nor text, or `with_objects` raises it.
     """
     if array.dtype.kind in "SUO":
         parts = bytearray()
@@ -285,8 +286,8 @@ def is_tensor(value: Any) -> bool:
 def as_array(value: Any, what: str) -> Array:
     """Convert an array, a tensor of any framework, or a list to a numpy array; `what` names its place in messages.
 
-    The result is the value itself if that is an array of numbers, a view of a CPU tensor, otherwise a copy; bytes and
-    strings are objects.
+    An array of numbers is returned itself. For a CPU tensor, the result is a view; for other values, it is a copy.
+    Bytes and strings become Python objects.
 
     Raises:
         SourceError: The value cannot be sent to a teacher.
@@ -333,7 +334,7 @@ def _array_of_tensor(value: Any) -> Array:
 
 
 class RowBuffer:
-    """At most `most` rows of an input, copied as the source may reuse its buffer; `remedy` ends errors about shapes."""
+    """Up to `most` rows of an input, copied as the source may reuse its memory; `remedy` ends errors about shapes."""
 
     def __init__(self, name: str, most: int, remedy: str) -> None:
         self._name = name
@@ -343,7 +344,7 @@ class RowBuffer:
         self._rows: Array = np.empty(0)
 
     def extend(self, rows: Array, what: str) -> None:
-        """Add rows [rows, ...]; SourceError (with `what`) if their shape differs or no type holds all rows."""
+        """Add rows [rows, ...]; SourceError (with `what`) if their shape differs or no dtype holds all rows."""
         self._admit(rows, what)
         stop = self._count + len(rows)
         if stop > len(self._rows):
@@ -385,7 +386,7 @@ class RowBuffer:
 
 
 def _changed_in(dtype: np.dtype[np.generic], array: Array) -> bool:
-    """Return whether 64-bit whole numbers might change as floating-point numbers."""
+    """Return whether 64-bit whole numbers might change when converted to floating-point numbers."""
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or dtype.kind != "f" or not array.size:
         return False
     return max(-int(array.min()), int(array.max())) > EXACT_FLOAT64

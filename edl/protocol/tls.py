@@ -1,8 +1,9 @@
 """TLS and tokens: files of certificates, keys and tokens, and diagnoses of failed TLS handshakes.
 
-`CredentialFiles` reads the files again when they change, without a restart; unusable files do not replace usable ones.
-gRPC reports at best a code of its TLS library for a failed handshake, so `explain_handshake` connects once more with
-the standard library, which names the reason. `PeerTLS` is mutual TLS over plain sockets, between the agents of a job.
+`CredentialFiles` reads the files again when they change, without a restart; unusable files do not replace usable files.
+For a failed handshake, gRPC reports at best an error code from its TLS library, so `explain_handshake` connects once
+more with the standard library, which gives the reason. `PeerTLS` is mutual TLS over plain sockets, between the agents
+of a job.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Material:
 
 
 def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
-    """Read bearer tokens, one per line, without comments (#). Errors show no content; servers refuse guessable ones."""
+    """Read bearer tokens, one per line, without comments (#). Errors show no content; servers refuse short tokens."""
     tokens = []
     lines = _read(path, "token file", secret=True).decode("utf-8-sig", "replace").splitlines()
     for number, line in enumerate(map(str.strip, lines), 1):
@@ -87,12 +88,12 @@ def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
 
 
 def certificates_in(pem: bytes) -> list[bytes]:
-    """Return the certificates of a PEM file (DER)."""
+    """Return the certificates in a PEM file, each as DER."""
     return [base64.b64decode(found[2]) for found in _PEM.finditer(pem) if found[1] == b"CERTIFICATE"]
 
 
 def load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
-    """Load a pair that is already read, so that the checked pair is the one used; also into a context in use."""
+    """Load a pair from memory, so that exactly the checked pair is used; the context may already be in use."""
     memory = os.memfd_create("edl-tls")  # the standard library takes only file names, and the key must not touch a disk
     try:
         with os.fdopen(os.dup(memory), "wb") as file:
@@ -152,7 +153,7 @@ def _read(path: str, what: str, *, secret: bool = False) -> bytes:
 
 
 def _read_certificates(path: str, what: str) -> bytes:
-    """Read certificates, and write clean PEM: gRPC skips those that follow a byte order mark or do not begin a line."""
+    """Return certificates as clean PEM: gRPC skips those that follow a byte order mark or do not begin a line."""
     pem = _read(path, what)
     try:
         found = certificates_in(pem)
@@ -240,7 +241,8 @@ def _reason_of(exc: ssl.SSLError) -> str:
 class CredentialFiles:
     """Reads the files of `credentials`, and reads them again when they change. Thread-safe.
 
-    For a server (`serving`), `ca` signs its clients' certificates. SettingsError names an unusable file or setting.
+    For a server (`serving`), `ca` is the CA that signs its clients' certificates. SettingsError reports an unusable
+    file or setting.
     """
 
     def __init__(self, credentials: Credentials, *, serving: bool = False) -> None:
@@ -269,7 +271,7 @@ class CredentialFiles:
 
     @classmethod
     def of(cls, credentials: Credentials, *, serving: bool = False) -> CredentialFiles | None:
-        """Return the files, or None if nothing is set."""
+        """Return the files, or None if no credentials are set."""
         return cls(credentials, serving=serving) if credentials else None
 
     @property
@@ -278,7 +280,7 @@ class CredentialFiles:
         return bool(self.settings.cert if self.serving else self.settings.ca)
 
     def current(self, *, now: bool = False) -> Material:
-        """Return the contents, at most `CHECK_EVERY_S` old, or as of `now`. Unusable files are only logged."""
+        """Return the contents, at most `CHECK_EVERY_S` old; `now`: check at once. Unusable files are only logged."""
         with self._lock:
             at = time.monotonic()
             if not now and at < self._checked_at + CHECK_EVERY_S:
@@ -335,7 +337,7 @@ class CredentialFiles:
         return Material(version, ca, pair, tokens, *identity)
 
     def _look(self) -> Sequence[object]:
-        """Return a value that changes with a file, including by a `rename` onto it or a moved Kubernetes link."""
+        """Return a value that changes when a file does, also by a `rename` onto it or a moved Kubernetes link."""
         found: list[object] = []
         for path in (self.settings.ca, self.settings.cert, self.settings.key, self.settings.token_file):
             with contextlib.suppress(OSError):
@@ -357,7 +359,7 @@ def _absolute(credentials: Credentials) -> Credentials:
 _TIMEOUT_S: Final = 2.0
 """For each step of a connection: less than a student waits between two attempts to connect to a lost teacher."""
 _SIGNS: Final = re.compile("andshake|Verification Check|Socket closed|reset by peer|ALPN|SSL_ERROR|Broken pipe")
-"""Signs in gRPC's connection errors that a failed handshake may be the cause."""
+"""Words in gRPC's connection errors which indicate that a failed handshake may be the cause."""
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
 _ABOUT_CERTIFICATES: Final = re.compile("ALERT_(CERTIFICATE|BAD_CERT|UNKNOWN_CA|ACCESS|NO_CERT)")
 _UNTRUSTED: Final = (2, 7, 18, 19, 20, 21)
@@ -372,8 +374,8 @@ def host_of(endpoint: str) -> str:
 def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles | None, *, authority: str = "") -> str:
     """Connect to a gRPC server once more, and return why the connection fails. Takes up to some seconds.
 
-    The result is empty if the reason is unrelated to TLS, if gRPC's message `words` rules TLS out (None ignores it), or
-    for a Unix socket. The certificate is checked for the host of `authority`, if given.
+    The result is empty if the reason is unrelated to TLS, if gRPC's error message `words` rules out TLS as the cause
+    (None skips this check), or for a Unix socket. The certificate is checked against the host in `authority`, if given.
     """
     if words is not None and not _SIGNS.search(words):
         return ""
@@ -419,7 +421,7 @@ def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles |
 
 
 def _shake_hands(endpoint: str, context: ssl.SSLContext, name: str) -> bool:
-    """Connect, and wait for the server's first byte; return whether it ended the connection instead."""
+    """Connect, and wait for the server's first byte; return whether the server ended the connection instead."""
     context.set_alpn_protocols(["h2"])  # gRPC servers require it
     host, _, port = endpoint.rpartition(":")
     with (
@@ -471,17 +473,17 @@ class PeerTLS:
         return self._files.settings.server_name or host
 
     def context(self, *, serving: bool) -> ssl.SSLContext:
-        """Return a context for a new connection, from another node if `serving`, else to one."""
+        """Return a context for a new connection: from another node if `serving`, else to another node."""
         material = self._files.current(now=True)
         return context_for(material.ca, material.pair, serving=serving)
 
     def wrap(self, connection: socket.socket, host: str | None = None) -> ssl.SSLSocket:
-        """Wrap a connection from another node, or to `host`, before its handshake; raise `OSError` if it hung up."""
+        """Wrap a connection from a node, or to `host`, before its handshake; raise `OSError` if the peer hung up."""
         name = None if host is None else self.server_name(host)
         return self.context(serving=host is None).wrap_socket(connection, host is None, False, server_hostname=name)
 
     def handshake(self, connection: ssl.SSLSocket, timeout_s: float) -> None:
-        """Wait for the handshake; raise `ProtocolError` with the reason and the remedy."""
+        """Wait for the handshake; if it fails, raise `ProtocolError` with the reason and the remedy."""
         connection.settimeout(timeout_s)
         try:
             with self.explained():
@@ -495,7 +497,7 @@ class PeerTLS:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise `ProtocolError` if the other side refuses this node's certificate: TLS 1.3 reports it later."""
+        """Raise `ProtocolError` if the peer refuses this node's certificate: TLS 1.3 reports a refusal later."""
         try:
             yield
         except ssl.SSLError as exc:

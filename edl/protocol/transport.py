@@ -1,8 +1,8 @@
 """Configures gRPC for EDL. Import `grpc` from here.
 
-gRPC's fork handlers crash the forked workers of a `DataLoader` while requests are pending in the parent, so they are
-switched off before its first import. A child that does not touch the parent's channels is safe without them, and EDL
-refuses to touch them there.
+gRPC's fork handlers crash the forked workers of a `DataLoader` while requests are pending in the parent. So this module
+switches the handlers off before it imports `grpc`. Without the handlers, a child is safe if it does not use the
+parent's channels, and EDL refuses to use these channels in a child.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 _WANTED = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower()
 FORK_HANDLERS = "grpc" in sys.modules and _WANTED in ("1", "true", "yes")
-"""Whether gRPC was imported before EDL, with its fork handlers on."""
+"""Whether gRPC was imported before EDL, with gRPC's fork handlers switched on."""
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 

@@ -71,13 +71,13 @@ class Lifecycle:
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _RETRY_MS = 200
-"""Retry hint when other clients fill the limits. They stay for minutes, and a retry this often costs nothing."""
+"""Retry hint when other clients use up a limit. Clients stay for minutes; retries at this interval cost nothing."""
 _RETRY_BYTES_MS = 20
 """Retry hint for a client that exceeds its own byte limit: a few batches. A longer wait would leave it idle."""
 
 
 def client_of(context: ServicerContext) -> str:
-    """Return the name of a call's client, which is its connection as gRPC names the peer."""
+    """Return a name for the client of a call: gRPC's text for the peer, which identifies the connection."""
     return unquote(context.peer())
 
 
@@ -107,7 +107,7 @@ class ClientConnection:
 
 
 class ConnectionLimiter:
-    """Counts clients, streams and tensor channels, and refuses too many. Used on the event loop only."""
+    """Counts clients, streams and tensor channels, and refuses those above the limits. Used on the event loop only."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._max_connections = settings.max_connections
@@ -159,7 +159,7 @@ def is_revocation(before: Material, after: Material) -> bool:
 
 
 async def watch_revocations(files: CredentialFiles, end_streams: Callable[[], None]) -> None:
-    """Call `end_streams` whenever replaced files revoke a token or a CA; clients must then authenticate again."""
+    """Call `end_streams` when new credential files revoke a token or a CA; clients must then authenticate again."""
     before, complaint = files.current(), ""
     while True:
         await asyncio.sleep(CHECK_EVERY_S)

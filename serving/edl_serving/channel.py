@@ -1,7 +1,7 @@
 """The server's end of the tensor channel (`edl.protocol.frames`), which students use in place of a gRPC stream.
 
-A student asks for a token over gRPC, where its credentials have been checked, and opens its channel with that. A
-connection without a valid token costs a socket for some seconds, and nothing is read from it but the token.
+A student asks for a token over gRPC, where its credentials have been checked, and opens its channel with the token. A
+connection without a valid token occupies a socket for some seconds, and the server reads nothing from it but the token.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Offer:
 
 
 class ChannelListener:
-    """Gives out tokens, and serves the channels that are opened with them."""
+    """Issues tokens to students, and serves the channels that students open with the tokens."""
 
     def __init__(self, handler: InferenceServicer, files: CredentialFiles | None, max_age_s: float) -> None:
         self._handler = handler
@@ -79,7 +79,7 @@ class ChannelListener:
         self._port = 0
 
     def listen(self, host: str, port: int) -> None:
-        """Listen on a TCP port, 0 for any free one; SettingsError if the server cannot listen there."""
+        """Listen on a TCP port (0 for any free port); raise SettingsError if the server cannot listen there."""
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         places = [(family, place[0], False) for family, _, _, _, place in found]
         if places[0][1] in ("0.0.0.0", "::") and socket.has_dualstack_ipv6():  # gRPC takes either for IPv4 and IPv6
@@ -100,7 +100,7 @@ class ChannelListener:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def offer(self, call: Call) -> bytes:
-        """Return the answer to `names.OPEN_CHANNEL`; refuse it if too many channels are open."""
+        """Return the answer to `names.OPEN_CHANNEL`; refuse the call if too many channels are open."""
         clients = self._handler.clients
         clients.close_call(clients.open_call(call.client, stream=True), stream=True)
         now = time.monotonic()
@@ -118,7 +118,7 @@ class ChannelListener:
         return json.dumps(found).encode()
 
     def _context(self) -> tuple[ssl.SSLContext, str]:
-        """Return TLS with the files' current certificate, and its SHA-256; refuse if they do not match."""
+        """Return a TLS context for the files' current certificate, and its SHA-256; raise if the files do not match."""
         assert self._files is not None
         material = self._files.current()
         if self._tls is None or self._tls[0] != material.version:
@@ -133,7 +133,7 @@ class ChannelListener:
         return self._tls[1:]
 
     def end_channels(self) -> None:
-        """End all channels once their pending answers are sent, and let no token open another."""
+        """End all channels once their pending answers are sent, and invalidate the tokens of unopened channels."""
         self._offers.clear()
         for channel in self._channels:
             channel.end()
@@ -206,7 +206,7 @@ class ChannelListener:
                 handler.clients.close_call(client, stream=True)
 
     async def _shake_hands(self, plain: socket.socket) -> tuple[Socket, _Offer | None]:
-        """Return the connection, with TLS if that is on, and the offer of its token; None for no valid token."""
+        """Return the connection (with TLS if it is on), and its token's offer, or None if the token is invalid."""
         sock: Socket = plain
         if self._files is not None:
             sock = TlsSocket(plain, self._context()[0], serves=True)
@@ -220,7 +220,7 @@ class ChannelListener:
 
 
 class _ServerChannel:
-    """Answers the requests of a channel, each as soon as it can. An error ends its request, not the channel."""
+    """Answers the requests on a channel, each as soon as its result is ready. An error ends only its own request."""
 
     def __init__(self, handler: InferenceServicer, call: Call, client: ClientConnection, sock: Socket) -> None:
         self._handler = handler
@@ -257,7 +257,7 @@ class _ServerChannel:
         self._end_if_idle()
 
     def _adjust(self) -> None:
-        """Receive only while there is room for requests, and the client reads its answers."""
+        """Receive only while there is room for more requests and the client is reading its answers."""
         is_full = len(self._computing) >= _WINDOW or self._socket.pending >= _MOST_UNSENT
         if self._ending or is_full:
             self._socket.pause()

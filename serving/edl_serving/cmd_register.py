@@ -124,7 +124,8 @@ _GROUPS = (
 class RegisterConfig:
     """The settings of `edl register`, which probes `target`; students reach the server at `address` and `port`.
 
-    The port of a Unix socket is 0. `priority` is the priority of students' requests; if empty, students choose it.
+    The port of a Unix socket is 0. `priority` is the priority of students' requests; if it is empty, students choose
+    the priority themselves.
     """
 
     target: str
@@ -258,14 +259,14 @@ _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.
 
 
 class ProbeResult(NamedTuple):
-    """The outcome of a readiness probe, and the reason to log."""
+    """The outcome of a readiness probe, with a reason for the log."""
 
     status: ProbeStatus
     reason: str = ""
 
 
 class ForeignServer:
-    """Asks a server about itself and a model over gRPC. Used by a single thread."""
+    """Queries a server over gRPC for its own state and for a model's. Used by a single thread."""
 
     def __init__(self, target: str, model: str, timeout_s: float, credentials: Credentials | None = None) -> None:
         self._target = target
@@ -305,7 +306,7 @@ class ForeignServer:
             return ""
 
     def read_counts(self) -> TeacherCounts:
-        """Return the model's load; if the server does not report it, without rows and with the reason."""
+        """Return the model's load; if the server does not report it, the counts have no rows but give the reason."""
         try:
             statistics = self._ask("ModelStatistics", name=self._model)
             config = self._ask("ModelConfig", name=self._model).config
@@ -338,7 +339,7 @@ class ForeignServer:
 
 
 def newest_version(versions: Sequence[str]) -> str:
-    """Return the version that answers requests without one: the highest number, else the text that sorts last."""
+    """Return the version used for requests that give none: the highest number, else the text that sorts last."""
     # Triton's versions are 64-bit numbers. Other servers use any text, and Python cannot parse thousands of digits.
     numbers = [version for version in versions if version.isdecimal() and len(version) <= 18]
     return max(numbers, key=int) if numbers else max(versions, default="")

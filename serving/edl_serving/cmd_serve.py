@@ -102,10 +102,11 @@ _CALLS = {complete_outputs.__code__, Backend.warm_up.__code__}
 
 
 def describe_failure(exc: BaseException, source: ModelSource) -> str:
-    """Describe an exception that a model raised, for standard error.
+    """Describe, for output to standard error, an exception that a model raised.
 
-    The stack starts at the user's code, which includes the module that the user named even if it is installed. It is
-    left out if a call of the model failed outside of that, because then the flags or the model's outputs are wrong.
+    The stack starts at the user's code. The module that the user specified counts as the user's code even if it is an
+    installed module. The stack is left out if a call of the model failed outside the user's code, because then the
+    flags or the model's outputs are wrong.
     """
     _log.debug("the model failed", exc_info=exc)
     codes, trace = {frame.f_code for frame, _ in traceback.walk_tb(exc.__traceback__)}, exc.__traceback__
@@ -126,7 +127,7 @@ def _is_users(frame: types.FrameType, source: ModelSource) -> bool:
 
 
 def _batch_flags(source: ModelSource) -> str:
-    """Name the flags that describe the batch; empty if the model itself describes its inputs."""
+    """Return the names of the flags that describe the batch; empty if the model itself describes its inputs."""
     form = "a dictionary of arrays by input, " if source.kind in ("callable", "factory") else ""
     if source.sample:
         return f"{form}the batch in --sample {source.sample!r}"

@@ -1,11 +1,11 @@
-"""KServe v2 over HTTP, on the server's metrics port: for `curl`, and for clients that have no gRPC.
+"""KServe v2 over HTTP, on the server's metrics port, for `curl` and for clients without gRPC.
 
-A request becomes the `ModelInferRequest` that gRPC would have brought, so queue, limits and checks are the same.
-Tensors are JSON, or raw bytes after it (https://github.com/kserve/open-inference-protocol, the binary tensor
-extension).
+An HTTP request is turned into the `ModelInferRequest` that a gRPC client would have sent, so queue, limits and checks
+are the same. Tensors are JSON, or raw bytes after it (https://github.com/kserve/open-inference-protocol, the binary
+tensor extension).
 
-The metrics port has neither TLS nor tokens. So a server with credentials answers no requests here, nor does one whose
-metrics port is open to more hosts than its own. Students use gRPC, which is faster.
+The metrics port has neither TLS nor tokens. So a server does not answer requests on this port if it has credentials, or
+if hosts other than its own can reach the port. Students use gRPC, which is faster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edl_serving.inference import Call, InferenceServicer
 from edl_serving.request_error import RequestError, invalid_argument, not_found
 
 _MOST_JSON: Final = 4 << 20
-"""Bytes of JSON in a request, which take 30 times as much memory as Python objects; raw bytes may have more."""
+"""Maximum bytes of JSON in a request: as Python objects, they take 30 times the memory. Raw bytes may exceed this."""
 _PATH: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(/ready|/infer)?")
 _HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 _HOSTS: Final = HostCheck(local=False)
@@ -47,7 +47,7 @@ _STATUS: Final = {
 
 
 class HttpApi:
-    """A thread-safe WSGI application below `/v2`; `inference` answers on `loop`, unless `refusal` says why not."""
+    """A thread-safe WSGI application below `/v2`. `inference` answers on `loop`; a non-empty `refusal` says why not."""
 
     def __init__(
         self, inference: InferenceServicer, loop: asyncio.AbstractEventLoop, max_bytes: int, refusal: str
@@ -151,7 +151,7 @@ class HttpApi:
         return fields, body[head:]
 
     async def _infer(self, name: str, header: bytes, raw: list[memoryview], nbytes: int) -> bytes | RequestError:
-        """Compute a request, on the event loop, with the limits of a call over gRPC."""
+        """Compute a request on the event loop, with the limits that apply to a call over gRPC."""
         inference, call = self._inference, Call(name, "", None)
         with contextlib.ExitStack() as stack:
             try:
@@ -219,7 +219,7 @@ def _array_of(item: Mapping[str, Any]) -> np.ndarray[Any, Any]:
 
 
 def _has_booleans(data: Any) -> bool:
-    """Whether numbers include booleans, which numpy turns into 0 and 1."""
+    """Return whether a tensor's numbers include booleans, which numpy would turn into 0 and 1."""
     return any(map(_has_booleans, data)) if isinstance(data, list) else isinstance(data, bool)
 
 
@@ -230,7 +230,7 @@ def _set_parameters(message: Any, given: Mapping[str, Any]) -> None:
 
 
 def _as_fields(answer: bytes, as_bytes: Callable[[str], bool]) -> tuple[dict[str, Any], list[Buffer]]:
-    """Return the JSON of a `ModelInferResponse`, and the tensors that are sent behind it."""
+    """Return a `ModelInferResponse` as JSON, and the tensors to send after the JSON."""
     header, raw = codec.RESPONSE.split(answer)
     message = kserve.ModelInferResponse.FromString(header)
     outputs, behind = list[dict[str, Any]](), list[Buffer]()

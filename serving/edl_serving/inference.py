@@ -1,7 +1,7 @@
 """KServe v2's methods as gRPC handlers that take and return bytes.
 
-gRPC gets no (de)serializers. `edl.protocol.codec` splits inference requests without copying tensors, and a message that
-does not parse is answered with INVALID_ARGUMENT instead of gRPC's own INTERNAL.
+gRPC gets no (de)serializers. Instead, `edl.protocol.codec` splits inference requests without copying tensors. A message
+that cannot be parsed is answered with INVALID_ARGUMENT, not with gRPC's own INTERNAL.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ELSEWHERE = {
     "TraceSetting": "this server creates no traces: send traceparent, and read it in edl serve --access-log",
     "LogSettings": "the server's logging is set when it starts: edl serve --verbose and --log-format",
 }
-"""Triton's methods that this server does not implement, and what to use instead."""
+"""The methods of Triton that this server does not implement, each with what to use instead."""
 
 
 class InferenceServicer:
@@ -123,7 +123,7 @@ class InferenceServicer:
         return self.model.config()
 
     def _model_statistics(self, request: kserve.ModelStatisticsRequest, context: ServicerContext) -> Message:
-        """Report the calls of the model by their rows. As with Triton, a request without a name means all models."""
+        """Report the model's calls by number of rows. As in Triton, a request without a name is for all models."""
         self.model.check_request(request.name or self.model.name, request.version)
         batches = self.metrics.batches()
         answer = kserve.ModelStatisticsResponse()
@@ -155,7 +155,7 @@ class InferenceServicer:
         return kserve.SystemSharedMemoryUnregisterResponse()
 
     def _check_room(self, context: ServicerContext) -> None:
-        """Refuse a student that exceeds the limits when it connects, rather than at its first request."""
+        """Refuse a student that would exceed the limits as soon as it connects, not only at its first request."""
         clients = self.clients
         try:
             clients.close_call(clients.open_call(client_of(context)))
@@ -227,10 +227,10 @@ class InferenceServicer:
         left_s: float | None,
         join: Join,
     ) -> bytes | RequestError:
-        """Compute a request of a call, stream or channel; return the response, or the error.
+        """Compute a request from a call, stream or channel; return the response or the error.
 
-        `left_s` is how long the client waits, None if only the request's parameter says so. `join` is described by
-        `encode_response`.
+        `left_s` is the number of seconds for which the client still waits; None if only a parameter of the request can
+        say that. See `encode_response` for `join`.
         """
         job = None
         try:
@@ -302,7 +302,7 @@ class InferenceServicer:
 
 
 class Call(NamedTuple):
-    """A call, stream or channel: its client, its span (empty if none was sent), and the shared memory it may use."""
+    """A call, stream or channel: its client, its span (empty if it sent none), and the shared memory it may use."""
 
     client: str
     traceparent: str
@@ -314,14 +314,14 @@ _WINDOW = 64  # requests of one stream that are processed at a time; the others 
 
 @dataclass(eq=False)
 class _Accepted:
-    """A request of a stream whose answer is not written yet."""
+    """A request from a stream; its answer has not been written yet."""
 
     task: asyncio.Task[bytes] = field(init=False)
     counted: ExitStack = field(default_factory=ExitStack)  # ends what the lifecycle and the client's limit count of it
 
 
 class InferStream:
-    """Answers the requests of a stream in their order, as Triton does. An error ends its request, not the stream."""
+    """Answers the requests on a stream in order, as Triton does. An error ends only its own request, not the stream."""
 
     def __init__(
         self, handler: InferenceServicer, call: Call, context: ServicerContext, client: ClientConnection
@@ -389,7 +389,7 @@ class InferStream:
     async def _respond(
         self, accepted: _Accepted, header: bytes, raw: list[memoryview], nbytes: int, error: RequestError | None
     ) -> bytes:
-        """Return the bytes of a `ModelStreamInferResponse`; `error` refuses the request."""
+        """Return a `ModelStreamInferResponse` as bytes; with an `error`, the request is refused."""
         answer: bytes | RequestError
         if error is not None:
             self._handler.record_error(error, self._call, _id_of(header), nbytes)
@@ -411,7 +411,7 @@ class InferStream:
 
 
 def _id_of(header: bytes) -> str:
-    """Return the id of a request that was refused; empty if it cannot be found."""
+    """Return the id of a refused request; empty if the header has no readable id."""
     try:
         return str(codec.REQUEST.parse(header).id)
     except ProtocolError:

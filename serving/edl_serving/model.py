@@ -69,7 +69,7 @@ class ServedModel:
         return tuple([spec for spec in self.outputs if spec.name not in missing])
 
     def check_request(self, name: str, version: str) -> None:
-        """Refuse a request for another model or version with NOT_FOUND, as Triton does: another server may have it."""
+        """Refuse a request for another model or version with NOT_FOUND, as Triton does: other servers may have it."""
         if not name:  # an invalid request, whichever server gets it
             raise invalid_argument(f"the request names no model: this server has {self.name!r}")
         if name != self.name:
@@ -89,7 +89,7 @@ class ServedModel:
         return answer
 
     def config(self) -> kserve.ModelConfigResponse:
-        """Return Triton's model configuration as far as it applies here; dims leave out the batch dimension."""
+        """Return Triton's model configuration as far as it applies here; `dims` omits the batch dimension."""
         config = kserve.ModelConfig(
             name=self.name,
             platform=self.platform,

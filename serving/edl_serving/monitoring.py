@@ -1,11 +1,12 @@
 """Monitoring for operators: Prometheus metrics, health probes, and the access log.
 
-Counts are plain numbers that are collected at a scrape (https://prometheus.io/docs/practices/naming/). The client
+Counts are plain numbers that are collected at each scrape (https://prometheus.io/docs/practices/naming/). The client
 library's own counters take a lock for each increment, which at thousands of requests a second costs more than all of
-the batching. `edl.http_server.health` serves them.
+the batching. `edl.http_server.health` serves the metrics.
 
-A thread writes the access log, because a disk or a pipe may be slow or hang, and neither the event loop nor the end of
-the process may wait for it. If the thread cannot keep up, lines are dropped, and the next line says how many.
+A separate thread writes the access log, because a disk or a pipe may be slow or hang, and neither the event loop nor
+the end of the process may wait for that. If the thread cannot keep up, lines are dropped, and the next line that is
+written says how many.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class WorkerMetrics:
 
 
 class Metrics(Collector):
-    """Collects the counts of a server, in a registry of their own. Only the event loop's thread calls `record_…`."""
+    """Collects the counts of a server in its own registry. Only the event loop's thread calls `record_…`."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -102,7 +103,7 @@ class Metrics(Collector):
         return sum(worker.rows for worker in workers), sum(worker.compute_s.sum for worker in workers)
 
     def batches(self) -> dict[int, tuple[int, float]]:
-        """Return the number of calls of the model and their seconds, by rows. Callable from any thread."""
+        """Return the number of model calls and their seconds, by number of rows. Callable from any thread."""
         found: dict[int, tuple[int, float]] = {}
         for worker in self._workers:
             for rows, (count, spent_s) in worker.batches.copy().items():
@@ -111,7 +112,7 @@ class Metrics(Collector):
         return found
 
     def find_stall(self, limit_s: float) -> str:
-        """Describe a call of the model that exceeds the limit; empty if none does. Callable from any thread."""
+        """Describe a call of the model that exceeds the limit; empty if no call does. Callable from any thread."""
         now_s = time.monotonic()
         for worker in self._workers:
             since_s = worker.computing_since_s
@@ -186,7 +187,7 @@ _CLOSE_S = 2.0  # how long the end of the process waits for the last lines
 
 
 class AccessLog:
-    """Writes a line for each request until `close`. It opens a moved file again, so `logrotate` can move it."""
+    """Writes a line for each request until `close`. If `logrotate` moves the file, the path is opened again."""
 
     def __init__(self, path: str, model: str, version: str) -> None:
         self._path = path

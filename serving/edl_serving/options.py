@@ -1,7 +1,7 @@
-"""The options of a command: read from the command line and a TOML file, checked, and explained by `--help`.
+"""The options of a command, which are read from the command line and a TOML file, checked, and shown by `--help`.
 
-A flag wins over the file, and the file over the default. The functions that read values accept text (from the command
-line) or typed values (from TOML), and raise ValueError with a message that says what is accepted.
+A flag takes precedence over the file, and the file over the default. The functions that read values accept text (from
+the command line) or typed values (from TOML), and raise ValueError with a message that says what is accepted.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def size_bytes(raw: Any) -> int:
 
 
 def json_or_text(raw: Any) -> Any:
-    """Parse text as JSON if possible (`3`, `true`, `[1, 2]`), else return it; return TOML's typed values unchanged."""
+    """Parse text as JSON if possible (`3`, `true`, `[1, 2]`); return other text, and TOML's typed values, unchanged."""
     if not isinstance(raw, str):
         return raw
     try:
@@ -115,8 +115,9 @@ class Option:
 
     Attributes:
         name: The flag without its dashes, which is also the key in a file.
-        many: Whether the flag may be repeated (in a file, a list). The result is a tuple.
-        pairs: Whether the flag takes `key=value` and may be repeated (in a file, a table). The result is a dictionary.
+        many: Whether the flag may be repeated (in a file, the value is a list). The result is a tuple.
+        pairs: Whether the flag takes `key=value` and may be repeated (in a file, the value is a table). The result is a
+            dictionary.
         negative: Whether the flag takes no value and `--no-NAME` turns it off.
         alias: An older name that is also accepted but not shown in `--help`.
     """
@@ -209,7 +210,7 @@ def read_file(path: str) -> dict[str, Any]:
 def values(
     groups: Sequence[OptionGroup], flags: Mapping[str, Any], file: Mapping[str, Any], path: str = ""
 ) -> dict[str, Any]:
-    """Read the given values. Pairs from flags and file are merged; other flags replace the file's value."""
+    """Read the given values. Pairs from the flags and the file are merged; any other flag replaces the file's value."""
     options = {option.name: option for group in groups for option in group.options}
     known = options | {option.alias: option for option in options.values() if option.alias}
     found: dict[str, Any] = {}
@@ -232,7 +233,7 @@ class ServingParser(CommandParser):
     def parse_settings(
         self, groups: Sequence[OptionGroup], argv: Sequence[str]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the arguments added before, by name, and the options of `groups` (with `--config`), by key."""
+        """Return the values of the arguments added earlier, by name, and of `groups` (flags and `--config`), by key."""
         self.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
         others = [action.dest for action in self._actions if action.dest not in ("help", "help_all", "config")]
         add_flags(self, groups)

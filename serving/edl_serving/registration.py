@@ -1,7 +1,6 @@
-"""A server's entry in discovery: created once the server is ready, updated while it drains, removed at the end.
+"""A server's entry in discovery, which is created once the server is ready, updated while it drains, and then removed.
 
-A server keeps serving even if the registry does not answer, because an `InstanceReconciler` retries in a thread of its
-own.
+If the registry does not answer, the server keeps serving, and an `InstanceReconciler` retries in its own thread.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ class RegistrationSettings:
         service: Name that students look up.
         url: URL of the registry; None to stay out of discovery.
         ttl_s: Seconds without a renewal after which the entry expires.
-        id: Id, unique within the service; None for the host's name and the port, which stays the same after a restart.
+        id: Id of the entry, unique within the service; None for an id made of the host's name and the port, which stays
+            the same after a restart.
         meta: Keys and values that students can read; they override the server's own.
     """
 
@@ -61,7 +61,7 @@ class RegistrationSettings:
     load: LoadSettings = field(default_factory=LoadSettings)
 
     def check(self, address: str) -> None:
-        """Raise if no registry would accept the entry, before a large model is loaded."""
+        """Raise if no registry would accept the entry. Call this before a large model is loaded."""
         if self.url is not None:
             check_ttl(self.ttl_s)
             validated(self.instance(address, 0 if address.startswith("unix:") else 1, model="", meta={}))
@@ -90,7 +90,7 @@ def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> No
 
 
 class ReadyFile:
-    """A JSON file, written atomically, that exists while a process is ready; SettingsError at once if it cannot be."""
+    """A JSON file, written atomically, that exists while a process is ready; SettingsError if it cannot be written."""
 
     def __init__(self, path: str | None) -> None:
         self._path = Path(path or os.devnull).expanduser().absolute()
@@ -137,8 +137,8 @@ _IDLE_S = 3600.0  # pause while nothing changes; a change wakes the thread
 class InstanceReconciler:
     """Registers, updates or deregisters an instance in a thread, and retries while the registry does not answer.
 
-    `published` is what the registry was last given, an instance or None. `on_published` is called with it in the
-    thread.
+    `published` is the instance that was last published in the registry, or None. `on_published` is called with this
+    value in the thread.
     """
 
     def __init__(self, url: str, ttl_s: float, on_published: Callable[[Instance | None], None] | None = None) -> None:
@@ -161,7 +161,7 @@ class InstanceReconciler:
 
     @property
     def error(self) -> str:
-        """Why the registry lacks the desired instance, or cannot renew its lease; empty if all is well."""
+        """Why the registry lacks the desired instance, or why its lease cannot be renewed; empty if neither is so."""
         registration = self._registration
         if registration is not None and registration.error:
             return registration.error
@@ -174,7 +174,7 @@ class InstanceReconciler:
         self._loop.wake()
 
     def wait_until_current(self, timeout_s: float) -> bool:
-        """Wait until the registry shows the desired instance, False if late; raise the error that ended the thread."""
+        """Wait until the registry shows the desired instance; return False on timeout; raise what ended the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self.published == self._desired, timeout_s)
             if self._failure is not None:
@@ -240,7 +240,7 @@ class InstanceReconciler:
 
 
 def _warn_of_a_namesake(registry: Registry, desired: Instance) -> None:
-    """Warn if another process has the same id: two live ones would keep replacing each other's entry."""
+    """Warn if another process has the same id: if both are alive, they keep replacing each other's entry."""
     for instance in registry.snapshot(desired.service).instances:
         if instance.id == desired.id and instance.endpoint != desired.endpoint:
             _log.warning(
@@ -261,7 +261,7 @@ class TeacherCounts:
 
 
 class TeacherLoad:
-    """Publishes a teacher's load from before its model is loaded until it leaves; does nothing without a URL."""
+    """Publishes a teacher's load from before its model loads until the teacher leaves; does nothing without a URL."""
 
     def __init__(self, url: str | None, service: str, settings: LoadSettings) -> None:
         self._state = "starting"
@@ -312,7 +312,7 @@ class ProbeStatus(enum.Enum):
 
 
 class ReadinessTracker:
-    """Decides whether a server stays registered: until it is not ready, or misses `failures` probes in a row."""
+    """Decides how long a server stays registered: until it reports not ready, or misses `failures` probes in a row."""
 
     def __init__(self, failures: int) -> None:
         self._failures = failures
@@ -327,9 +327,9 @@ class ReadinessTracker:
 
 
 _WITHDRAW_TIMEOUT_S = 2.0
-"""How long a drain waits for a registry that may be away. After that, the lease expires by itself."""
+"""How long a drain waits for a registry that may be unreachable. After that, the lease is left to expire."""
 _REGISTER_TIMEOUT_S = 10.0
-"""How long to wait for a registry to accept or refuse an instance; one on another continent answers within this."""
+"""How long to wait for a registry to accept or refuse an instance; enough for a registry on another continent."""
 
 
 class TeacherRegistration:

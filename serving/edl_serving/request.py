@@ -1,7 +1,8 @@
 """Decodes a `ModelInferRequest` from bytes into arrays, and encodes its outputs into the bytes of the response.
 
-Every client error is refused here or in `request_plan`, before the request is queued, and the message names the
-offending field and value. A client's claim never allocates memory, because arrays are views of bytes that have arrived.
+Every invalid request is refused here or in `request_plan`, before it is queued, and the message names the offending
+field and value. The sizes that a client states never allocate memory, because arrays are views of bytes that have
+arrived.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from edl_serving.shared_memory import ClientRegions, SharedMemoryRegion
 
 _SLOW_TO_READ = 64 << 10  # bytes of typed contents, BYTES or rows to check that are worth a thread
 _MAX_HEADER = 4 << 20
-"""Bytes, of which protobuf and Python make up to thirty times as many; gRPC's default limit for messages."""
+"""Largest header in bytes: gRPC's default limit for messages. Protobuf and Python need up to 30 times the memory."""
 _MAX_CACHED_HEADER = 2048  # bytes: a dozen tensors with options; the cache then takes at most 2 MB
 _MAX_CACHED_PLANS = 1024  # the default number of clients, each with a header of its own
 
 
 @dataclass(frozen=True)
 class DecodedRequest:
-    """A request that can be computed, and the shared memory regions to write outputs to, by name.
+    """A request that can be computed, and, by output name, the shared memory regions for the outputs.
 
-    `arrays` are the inputs in the model's order, `[rows, *shape]`; views of the message or of shared memory.
+    `arrays` holds the inputs `[rows, *shape]` in the model's order; they are views of the message or of shared memory.
     """
 
     plan: RequestPlan
@@ -166,9 +167,10 @@ _MAX_HEADERS = 8  # headers cached for one plan, so that outputs of changing sha
 def encode_response(model: ServedModel, request: DecodedRequest, outputs: Mapping[str, Array], join: Join) -> bytes:
     """Apply the request's options, and put its outputs into the response or into shared memory.
 
-    `outputs` has the rows of this request; the parts of top-k outputs are named by `names.top_k_names`. As with Triton,
-    an output in shared memory has an empty entry in `raw_output_contents`, because clients rely on the index. `join`
-    makes the response of its header and tensors. It copies the tensors, which the model may fill again.
+    `outputs` has only the rows of this request; the parts of top-k outputs have the names that `names.top_k_names`
+    returns. As with Triton, an output in shared memory has an empty entry in `raw_output_contents`, because clients
+    rely on the index. `join` builds the response from its header and tensors. It copies the tensors, because the model
+    may overwrite them afterwards.
     """
     plan = request.plan
     sent: dict[str, Array] = {}

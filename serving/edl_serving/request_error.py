@@ -14,7 +14,8 @@ class RequestError(Exception):
     """Ends a request with a gRPC status.
 
     The message tells the client's user what was refused and what would be accepted. `retry_after_ms` is sent with
-    UNAVAILABLE and RESOURCE_EXHAUSTED; None if the client should ask another server. `reason` is for the metrics.
+    UNAVAILABLE and RESOURCE_EXHAUSTED; it is None if the client should ask another server. `reason` is used in the
+    metrics.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ def not_found(message: str) -> RequestError:
 
 
 def malformed_message(data: Buffer, why: str) -> RequestError:
-    """Return the error for bytes that do not parse. None are decompressed: a few hundred could become gigabytes."""
+    """Return the error for bytes that do not parse. No bytes are decompressed: a few hundred could become gigabytes."""
     if codec.is_compressed(data):
         return invalid_argument("this server takes no compressed messages: send them without compression")
     return invalid_argument(why)

@@ -1,8 +1,8 @@
 """The plan of a request: its header, checked against the model before its tensors are read.
 
-A client sends the same header with every batch, so a plan is made once and reused. It includes the output options,
-`edl_top_k` and `edl_dtype`, which work on the last axis, row by row, so requests with different options can share a
-batch.
+A client sends the same header with every batch, so a plan is made once and reused. The plan includes the output
+options, `edl_top_k` and `edl_dtype`. These are applied row by row to the last axis, so requests with different options
+can share a batch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _HOTTEST = 1e6  # with more, they vanish
 class OutputOptions:
     """The output options of a request.
 
-    `top_k` is None for all values of the last axis; `temperature` is that of the sum over the classes left out. None
-    for `datatype` casts nothing; otherwise, finite values stay finite.
+    If `top_k` is None, all values of the last axis are sent. `temperature` applies to the sum over the classes left
+    out. If `datatype` is None, nothing is cast; otherwise, finite values stay finite.
     """
 
     top_k: int | None = None
@@ -43,7 +43,7 @@ class OutputOptions:
 
     @classmethod
     def parse(cls, parameters: Mapping[str, kserve.InferParameter]) -> OutputOptions:
-        """Read a request's parameters; ignore those of other extensions."""
+        """Read a request's parameters; ignore the parameters of other extensions."""
         if not parameters:
             return _AS_THEY_ARE
         k = read_parameter(parameters, names.TOP_K, ("int64_param", "uint64_param"))
@@ -89,7 +89,7 @@ class OutputOptions:
         return self._named(spec, split_top_k(output, self.top_k, self.temperature))
 
     def apply_to_top_k(self, spec: TensorSpec, computed: TopKArrays) -> dict[str, Array]:
-        """Do as `apply_to`, for an output whose largest values the model has already selected."""
+        """Like `apply_to`, for an output whose largest values the model has already selected."""
         return self._named(spec, cut_top_k(computed, self.top_k or 1, self.temperature))
 
     def _named(self, spec: TensorSpec, found: tuple[Array, Array, Array]) -> dict[str, Array]:
@@ -118,7 +118,7 @@ _AS_THEY_ARE = OutputOptions()
 
 
 def read_parameter(parameters: Mapping[str, kserve.InferParameter], name: str, fields: tuple[str, ...]) -> Any:
-    """Return a parameter that must come in one of `fields`; None if it was not sent."""
+    """Return a parameter, which must be set in one of `fields`; None if it was not sent."""
     if name not in parameters:  # a look-up in a protobuf map would add it
         return None
     field = parameters[name].WhichOneof("parameter_choice")
@@ -128,7 +128,7 @@ def read_parameter(parameters: Mapping[str, kserve.InferParameter], name: str, f
 
 
 def cut_top_k(computed: TopKArrays, k: int, temperature: float) -> TopKArrays:
-    """Reduce top-k arrays to a smaller k, and add the dropped values to the tail, which is rounded once more."""
+    """Reduce top-k arrays to a smaller k, and add the dropped values to the tail, which rounds the tail once more."""
     ids, values, tail = computed
     if values.shape[-1] == k:
         return computed
@@ -141,10 +141,10 @@ def cut_top_k(computed: TopKArrays, k: int, temperature: float) -> TopKArrays:
 
 
 _OBJECT_NBYTES = 41
-"""Memory for an element of BYTES in addition to its content: 33 bytes in CPython's object, and 8 in the array."""
+"""Memory for an element of BYTES in addition to its content: 33 bytes in the CPython object, and 8 in the array."""
 _FINAL_WANTED = "triton_enable_empty_final_response"  # set by tritonclient's `enable_empty_final_response`
 _MOST_COPIED = 256 << 20
-"""Most bytes of shared memory copied for a request: 2,048 tokens with 32,768 targets. A row's width has no limit."""
+"""Most bytes of shared memory copied per request: 2,048 tokens with 32,768 targets. Row width is not limited."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class RequestInput:
 
 @dataclass(frozen=True)
 class RequestedOutput:
-    """An output to be sent, into shared memory if it has a place there. Top-k outputs have three names of their own."""
+    """An output to send, into shared memory if `place` is set. A top-k output is sent as three tensors."""
 
     name: str
     spec: TensorSpec
@@ -188,14 +188,16 @@ class RequestPlan:
         raw_count: Number of `raw_input_contents` that the message must have.
         shapes: Names and shapes of the inputs without the rows, and the temperature if the model computes with it.
             Requests with equal `shapes` can share a batch.
-        typed: Name of an input whose elements came in the header; None if there is none. A plan with such an input is
-            used for a single request.
-        timeout_s: Seconds after its arrival that the client waits for the response; None if the request does not say.
-        object_bytes: Bytes in addition to the message: Python objects made from BYTES, and copies of shared memory.
+        typed: Name of an input whose elements came in the header; None if there is no such input. A plan with such an
+            input is used for only one request.
+        timeout_s: Seconds that the client waits for the response after the request's arrival; None if the request does
+            not specify them.
+        object_bytes: Bytes that the request takes in addition to its message, for Python objects made from BYTES and
+            copies of shared memory.
         answer_bytes: Bytes of the outputs in the response, and of outputs held until the last part of a large request
             is computed. Outputs whose size only the model knows do not count.
-        traceparent: The trace span that the request belongs to; empty if it names none.
-        is_final: Whether the response says that no other follows, for clients of Triton's decoupled models.
+        traceparent: The trace span that the request belongs to; empty if the request names no span.
+        is_final: Whether the response says that no further response follows, for clients of Triton's decoupled models.
         answers: Serialized headers of responses to this plan, by the shapes of the outputs.
     """
 
@@ -245,7 +247,7 @@ def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
 
 
 def _copied_bytes(model: ServedModel, slices: list[RegionSlice]) -> int:
-    """Return the bytes of shared memory that are copied, so that a client cannot change inputs after the check."""
+    """Return how many bytes of shared memory to copy, so that clients cannot change inputs after the check."""
     if model.sequence_input is None and not model.checks_inputs:
         return 0
     copied = sum(piece.nbytes for piece in slices)
@@ -359,7 +361,7 @@ def _check_shape(datatype: str, shape: tuple[int, ...], spec: TensorSpec) -> Non
 
 
 def read_region_slice(name: str, parameters: Mapping[str, kserve.InferParameter]) -> RegionSlice | None:
-    """Read a tensor's slice of shared memory from its parameters; None if they name no region."""
+    """Read a tensor's slice of shared memory from its parameters; None if the parameters name no region."""
     if names.SHM_REGION not in parameters:
         for other in (names.SHM_OFFSET, names.SHM_NBYTES):
             if other in parameters:
@@ -451,6 +453,6 @@ def valid_traceparent(text: str | bytes | None) -> str:
 
 
 def request_id_of(metadata: Mapping[str, str | bytes]) -> str:
-    """Return the id of a unary call, shortened; empty if it has none."""
+    """Return the id of a unary call, shortened; empty if the call has none."""
     found = metadata.get(names.REQUEST_ID)
     return found[:_MOST_ID] if isinstance(found, str) else ""

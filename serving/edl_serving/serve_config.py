@@ -147,7 +147,7 @@ _PROCESS = OptionGroup(
     advanced=True,
 )
 SERVER_GROUPS = (_SERVER, _DISCOVERY, _MORE_SERVER, _CREDENTIALS, _MORE_DISCOVERY, _PROCESS)
-"""The options of a teacher, whatever its model is."""
+"""The options that every teacher has, whatever its model is."""
 GROUPS = (_MODEL, *SERVER_GROUPS[:2], _MORE_MODEL, *SERVER_GROUPS[2:])
 _SERVER_SETTINGS = {
     **{setting.name: "" for setting in fields(ServerSettings) if setting.name != "model"},
@@ -172,7 +172,7 @@ _SOURCE_FIELDS = {
 
 
 def pick(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Select the keys of `names` from `given`, renamed to the values of `names` (empty: the same name)."""
+    """Select the keys of `names` from `given`, and rename them to the values of `names` (empty: keep the name)."""
     return {new or old: given[old] for old, new in names.items() if old in given}
 
 
@@ -208,8 +208,8 @@ class TeacherConfig:
 
     Attributes:
         address: Host name or address at which students reach this server.
-        linger_s: Seconds that the server keeps serving once it shows as draining, so that students notice before they
-            are refused; at most a quarter of the drain timeout.
+        linger_s: Seconds for which the server keeps serving after it is shown as draining, so that students notice
+            before they are refused; at most a quarter of the drain timeout.
     """
 
     server: ServerSettings
@@ -232,7 +232,7 @@ class TeacherConfig:
 
     @contextlib.contextmanager
     def registering(self) -> Iterator[TeacherRegistration]:
-        """Yield the registration, and leave discovery at the end. Wrong credentials raise before a model is loaded."""
+        """Yield the registration; leave discovery at the end. Raise for wrong credentials before a model is loaded."""
         CredentialFiles.of(self.server.credentials, serving=True)
         with (
             ReadyFile(self.ready_file) as ready_file,
@@ -243,7 +243,7 @@ class TeacherConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(TeacherConfig):
-    """The settings of `edl serve`: those of a teacher, and the model."""
+    """The settings of `edl serve`: the settings of a teacher, and the model."""
 
     source: ModelSource
 
@@ -285,10 +285,11 @@ _POLL_S = 0.25  # poll interval without pidfd; short enough that tests can soon 
 
 
 def terminate_with_parent(pid: int) -> None:
-    """Send this process SIGTERM when process `pid` ends, however it ends.
+    """Send SIGTERM to this process when process `pid` ends, for whatever reason.
 
-    In a process group of its own, this process ends even if it is paused by SIGSTOP: when the other's end orphans the
-    group, the kernel sends SIGHUP and SIGCONT to *stopped* members (setpgid(2), POSIX "orphaned process group").
+    This process is put into its own process group, so that it ends even if SIGSTOP has paused it. When the end of the
+    other process orphans the group, the kernel sends SIGHUP and SIGCONT to its *stopped* members (setpgid(2), POSIX
+    "orphaned process group").
     """
     try:
         watched = _open(pid)
@@ -313,7 +314,7 @@ def _open(pid: int) -> int | None:
 
 
 def _terminate_if_gone(pid: int, watched: int | None) -> float | None:
-    """Send SIGTERM if the process has ended; return the seconds until the next check, or None to stop."""
+    """Send SIGTERM to this process if `pid` has ended; return the seconds until the next check, or None to stop."""
     if watched is not None:
         select.select([watched], [], [])
     elif _is_alive(pid):

@@ -1,4 +1,4 @@
-"""`TeacherServer`, which starts, warms up, serves, drains and stops; and `serve`, which runs one as a process."""
+"""`TeacherServer`, which starts, warms up, serves, drains and stops; `serve`, which runs a server until a signal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SWEEP_EVERY_S = 5.0  # longest time that a killed student's memory is kept; a s
 _TURN_S = 4.0
 """How long an event loop iteration may take before the process counts as stuck. The operator's probes wait 5 s."""
 _FAULT_LOOK_S = 1.0
-"""How often backends are asked for faults. This takes microseconds, and students notice a dead teacher as fast."""
+"""Seconds between fault checks of the backends. A check takes microseconds; students notice a dead teacher as fast."""
 _MAX_CALLS = 1024  # open calls of one connection; gRPC makes the client hold back further ones
 _FLUSH_S = 0.25  # time to end RPCs without a waiting client, such as health watches
 
@@ -58,16 +58,16 @@ class TeacherServer:
 
     Args:
         settings: The server's settings.
-        backends: Instances of the model with equal names, types and shapes. Each runs in a thread of its own; `stop`
-            closes them.
+        backends: Instances of the model; their inputs and outputs must have equal names, types and shapes. Each
+            instance runs in its own thread; `stop` closes the instances.
 
     Attributes:
         metrics: The counters; `metrics.registry` is their Prometheus registry.
         port: The TCP port that the server listens on; 0 before `start`.
-        metrics_port: The port of `/metrics`; None if it is off.
+        metrics_port: The port of `/metrics`; None if metrics are turned off.
 
     Raises:
-        SettingsError: The backends cannot be served together, or not with these settings.
+        SettingsError: The backends cannot be served together, or cannot be served with these settings.
     """
 
     def __init__(self, settings: ServerSettings, backends: Backend | Sequence[Backend]) -> None:
@@ -90,7 +90,7 @@ class TeacherServer:
 
     @property
     def ready(self) -> bool:
-        """Whether the server is warmed up, healthy and not draining, as `ServerReady` and `ModelReady` report."""
+        """Whether the server is warmed up, healthy and not draining; `ServerReady` and `ModelReady` report this."""
         return self._lifecycle.ready
 
     async def start(self) -> int:
@@ -101,7 +101,7 @@ class TeacherServer:
 
         Raises:
             SettingsError: The server cannot listen on an address.
-            Exception: Whatever `Backend.warm_up` raised.
+            Exception: Any exception that `Backend.warm_up` raised.
         """
         keep_freed_memory()
         self._batcher = Batcher(self.settings, self.model, self._backends, self.metrics)
@@ -126,7 +126,7 @@ class TeacherServer:
         self._tasks.append(asyncio.create_task(work))
 
     def load(self) -> tuple[int, float, int, int]:
-        """Return computed rows, the seconds that workers spent on them in total, the workers, and the waiting rows.
+        """Return four numbers: computed rows, total seconds that workers spent on them, workers, and waiting rows.
 
         Callable from any thread.
         """
@@ -135,7 +135,7 @@ class TeacherServer:
         return rows, compute_s, len(self._backends), batcher.queue.rows if batcher is not None else 0
 
     def watch_ready(self, changed: Callable[[bool], None]) -> None:
-        """Call `changed` on the event loop when the canary or a backend finds a fault, and when the fault is over.
+        """Call `changed` on the event loop when the canary or a backend reports a fault, and when the fault ends.
 
         Args:
             changed: Function to call, with True if the server is ready again and False if it is not.
@@ -181,7 +181,7 @@ class TeacherServer:
             await asyncio.sleep(_FAULT_LOOK_S)
 
     async def _set_fault(self, finder: str, fault: str) -> None:
-        """Set or clear the fault of one finder, and be ready only while no fault is set."""
+        """Set or clear the fault that `finder` reports; the server is ready only while no fault is set."""
         lifecycle = self._lifecycle
         if lifecycle.state is not ServerState.READY:
             return
@@ -270,7 +270,7 @@ class TeacherServer:
         """Stop being ready, refuse new requests with UNAVAILABLE, and finish accepted requests.
 
         Args:
-            timeout_s: Seconds to wait for them; None for `settings.drain_timeout_s`.
+            timeout_s: Seconds to wait for the accepted requests; None for `settings.drain_timeout_s`.
 
         Returns:
             Whether all accepted requests were finished in time.
@@ -379,11 +379,11 @@ def serve(
             logged.
 
     Returns:
-        Exit code of the process: 0 if every accepted request was answered, 1 if the deadline passed first.
+        Exit code for the process: 0 if every accepted request was answered, 1 if the deadline passed first.
 
     Raises:
         SettingsError: The settings are invalid, or the backends cannot be served.
-        Exception: Whatever `Backend.warm_up` or `join` raised.
+        Exception: Any exception that `Backend.warm_up` or `join` raised.
     """
     return asyncio.run(_serve(TeacherServer(settings, backends), join, leave))
 
@@ -424,7 +424,7 @@ async def _serve(
 
 
 def _on_first_signal() -> asyncio.Event:
-    """Return an event that the first signal sets; the next signal has its default effect."""
+    """Return an event that is set by the first signal; a second signal has its default effect."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -441,7 +441,7 @@ def _on_first_signal() -> asyncio.Event:
 
 
 async def _done_before(signalled: asyncio.Event, work: asyncio.Future[Any]) -> bool:
-    """Wait for `work`; return False if the signal comes first. Raise what `work` raises."""
+    """Wait for `work`; return False if the signal comes first. Exceptions from `work` are raised here."""
     signal_wait = asyncio.ensure_future(signalled.wait())
     try:
         await asyncio.wait({signal_wait, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -458,7 +458,7 @@ def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
 
 
 async def _drain(server: TeacherServer, leave: Callable[[], None] | None) -> bool:
-    """Drain the server; return whether everything accepted was answered within the settings' deadline."""
+    """Drain the server; return whether all accepted requests were answered within the deadline in the settings."""
     loop = asyncio.get_running_loop()
     timeout_s = server.settings.drain_timeout_s
     deadline = loop.time() + timeout_s

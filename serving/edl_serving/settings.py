@@ -11,7 +11,7 @@ from edl.settings import Credentials
 
 _ROOM = ("max_queue_bytes", "max_client_bytes")
 _LEAST_ROOM_BYTES = 1 << 30
-"""Room for six batches of 256 float32 images; by default, a student has half of that in flight."""
+"""Enough bytes for six batches of 256 float32 images; by default, a student has three such batches in flight."""
 _DAY_S = 86_400
 _BOUNDS: dict[str, tuple[float, float]] = {
     "max_message_bytes": (8192, 2**31 - 1),
@@ -33,43 +33,47 @@ class ServerSettings:
 
     Attributes:
         model: Name that requests must ask for.
-        host, port: Address to listen on, "0.0.0.0" or "[::]" for all; TCP port, 0 for a free one.
-        tensor_channel: Take requests of EDL's students over a socket too, which costs a fraction of gRPC.
-        channel_port: TCP port of that socket, on `host`; 0 for a free one.
-        max_batch_rows: Most rows in one call of the backend. A request with more is computed in parts.
-        max_delay_s: Seconds that the first request of a batch waits for others to join it, while the model is idle.
-        max_queue_rows: Rows that may wait. Further requests are refused with UNAVAILABLE and a hint when to retry. A
-            single request with more rows is refused with INVALID_ARGUMENT.
+        host, port: Address to listen on ("0.0.0.0" or "[::]" for all addresses), and TCP port (0 for a free port).
+        tensor_channel: Also accept requests from EDL's students over a plain socket, which costs a fraction of what
+            gRPC costs.
+        channel_port: TCP port of that socket, on `host`; 0 for a free port.
+        max_batch_rows: Most rows in one call of the backend. A request with more rows is computed in parts.
+        max_delay_s: Seconds for which the first request of a batch waits for other requests to join the batch, while
+            the model is idle.
+        max_queue_rows: Rows that may wait in the queue. Further requests are refused with UNAVAILABLE and a hint when
+            to retry. A single request with more rows is refused with INVALID_ARGUMENT.
         max_queue_bytes: Bytes that waiting requests and their future answers may take. Further requests are refused
-            with UNAVAILABLE. A request that is too large only because of its answer waits alone; one that is too large
-            without it is refused with INVALID_ARGUMENT. Tensors in shared memory count only if they are copied. 0 for
-            1 GiB, or for twice `max_message_bytes` if that is more.
+            with UNAVAILABLE. A request that is too large only because of its answer waits alone; a request that is too
+            large even without its answer is refused with INVALID_ARGUMENT. Tensors in shared memory count only if they
+            are copied. 0 stands for the default: 1 GiB, or twice `max_message_bytes` if that is more.
         max_message_bytes: Bytes of the largest request.
         max_connections: Clients with open calls. Further clients are refused with RESOURCE_EXHAUSTED, except for checks
             of health and readiness.
-        max_streams: Open streams and tensor channels of all clients together; further ones are refused likewise.
-        max_client_bytes: Bytes of one client's unanswered requests and of its answers not sent yet; further ones are
-            refused likewise. 0 for the same default as `max_queue_bytes`.
-        check_nan: Answer with INTERNAL instead of NaN.
+        max_streams: Open streams and tensor channels of all clients together. Further streams and channels are also
+            refused with RESOURCE_EXHAUSTED.
+        max_client_bytes: Bytes of one client's unanswered requests and of its answers that have not been sent yet.
+            Further requests are also refused with RESOURCE_EXHAUSTED. 0 stands for the same default as for
+            `max_queue_bytes`.
+        check_nan: Answer with the error INTERNAL if an output contains NaN.
         shared_memory: Let clients on this host pass tensors through system shared memory.
-        shared_memory_users: Ids of users whose shared memory is accepted, in addition to the server's own user. It is
-            copied, because they could otherwise crash the server by truncating it.
-        drain_timeout_s: Seconds that SIGTERM waits for requests in flight.
-        metrics_host, metrics_port: Address and port (0 for a free one) for Prometheus metrics, `/livez` and `/readyz`
-            over HTTP; None for no port.
+        shared_memory_users: Ids of users whose shared memory is accepted, in addition to the server's own user. Their
+            shared memory is copied, because these users could otherwise crash the server by truncating it.
+        drain_timeout_s: Seconds that the server waits for requests in flight after SIGTERM.
+        metrics_host, metrics_port: Address and port (0 for a free port) for Prometheus metrics, `/livez` and `/readyz`
+            over HTTP; None to open no port.
         credentials: Certificate, key and tokens. With a `ca`, only clients with a certificate from this CA are served
-            (mutual TLS). Files are read again when they change.
+            (mutual TLS). The files are read again when they change.
         open_health: Let clients use the health service without a token.
         max_connection_age_s: Seconds after which a connection with mutual TLS is closed. A revoked certificate stays
             usable on existing connections for this long.
-        canary_s: Seconds between two sample rows that are run through the model; the server is ready only while they
-            are answered. None for never.
-        canary_timeout_s: Seconds that such a row may take, queueing included.
+        canary_s: Seconds between two sample rows that are run through the model; the server is ready only while the
+            model answers these rows. None to send no sample rows.
+        canary_timeout_s: Seconds that a sample row may take, including the wait in the queue.
         stall_timeout_s: Seconds that a call of the model, or its warm-up, may take before `/livez` fails.
         access_log: File to which a line of JSON is written for each request; "-" for standard output, None for none.
 
     Raises:
-        SettingsError: Names the setting, its value, and what is accepted.
+        SettingsError: A setting is invalid. The message names the setting, its value, and what is accepted.
     """
 
     model: str
@@ -132,6 +136,6 @@ class ServerSettings:
 
 
 def authority(host: str, port: int) -> str:
-    """Return `host:port` in gRPC's format, with an IPv6 address in brackets whether or not `host` has them."""
+    """Return `host:port` in gRPC's format; an IPv6 address gets brackets if `host` has none."""
     host = host.strip("[]")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

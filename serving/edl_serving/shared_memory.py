@@ -1,15 +1,17 @@
-"""KServe v2's system shared memory extension: registered regions, and the users and connections they belong to.
+"""KServe v2's system shared memory extension: registered regions, and the users and connections that own them.
 
-The server opens a client's object with its own rights, so it must not do for a client what that may not do itself: it
-accepts an object only from its owner, and each user has a separate namespace of regions. If a client of a user names no
-region, it means those that its own connection or a closed one registered. gRPC reports only a peer's address; the
-kernel knows the user of a loopback connection (`/proc/net/tcp`, proc(5)).
+The server opens a client's object with the server's own rights, so it must not do anything for a client that the client
+has no right to do itself. It accepts an object only from the object's owner, and each user has a separate namespace of
+regions. If a client names no region in a request, the request is for the user's regions that were registered by this
+client's connection or by a closed connection. gRPC reports only a peer's address; the kernel knows which user a
+loopback connection belongs to (`/proc/net/tcp`, proc(5)).
 
-An object of the server's own user that no other user may write is mapped, so inputs are read without a copy. When a
-mapped file is truncated, reading beyond its end kills the process with SIGBUS. So objects that other users can truncate
-are copied with `preadv` instead. The server's own user could truncate an object too, but could as well kill the server;
-each request checks that the object is still large enough, which leaves only the time of one computation.
-`multiprocessing.shared_memory` is not used because its resource tracker would delete the clients' objects.
+An object is mapped if it belongs to the server's own user and no other user may write to it, so inputs are read without
+a copy. When a mapped file is truncated, reading beyond its end kills the process with SIGBUS. So objects that other
+users can truncate are copied with `preadv` instead. The server's own user could truncate an object too, but that user
+could also simply kill the server. Each request checks that the object is still large enough, so only a truncation
+during the computation remains dangerous. `multiprocessing.shared_memory` is not used because its resource tracker would
+delete the clients' objects.
 """
 
 from __future__ import annotations
@@ -43,12 +45,13 @@ _UNUSED_S = 60.0  # an unlinked object that is unused for this long counts as ab
 class SharedMemoryRegion:
     """A registered piece of a shared memory object.
 
-    It stays open (and mapped) until the last array that uses it is gone, even if it is no longer registered.
+    The region stays open (and mapped) until the last array that uses it is gone, even if the region is no longer
+    registered.
 
     Attributes:
         key: Name of the object.
-        mapped: The mapped bytes; None if they must be copied.
-        identity: Device and inode of the object.
+        mapped: The mapped bytes; None if the region is not mapped and its bytes must be copied.
+        identity: Device number and inode number of the object.
     """
 
     name: str
@@ -80,7 +83,7 @@ class SharedMemoryRegion:
         self.used_at = time.monotonic()
 
     def write_bytes(self, offset: int, data: Buffer) -> None:
-        """Write to the region through the file, because a mapping could be truncated."""
+        """Write to the region through its file, because writing to a mapping fails if the file is truncated."""
         view = memoryview(data).cast("B")
         at = self.offset + offset
         while view:
@@ -95,7 +98,7 @@ class SharedMemoryRegion:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the client has died (its lock is gone) or probably has (the object is unlinked and long unused)."""
+        """Whether the client has died (its lock is gone) or probably has died (object unlinked and long unused)."""
         if self.key.lstrip("/").startswith(names.LOCKED_MEMORY) and not self._is_locked:
             return True
         return os.fstat(self.fd).st_nlink == 0 and time.monotonic() - self.used_at > _UNUSED_S
@@ -185,7 +188,7 @@ def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
 
 
 class RegionTable:
-    """The registered regions by user and name, for the server's own user and `users`. Used on the event loop."""
+    """The registered regions, by user and name, of the server's own user and of `users`. Used on the event loop."""
 
     def __init__(
         self, peers: PeerCredentials, users: Collection[int] = (), max_regions: int = 256, max_bytes: int = 16 << 30
@@ -242,7 +245,7 @@ class ClientRegions:
             raise invalid_argument(f"shared memory region {quote(name)} is not registered") from None
 
     def register(self, request: kserve.SystemSharedMemoryRegisterRequest) -> None:
-        """Open and register an object. A name may come again with the same region, or once its object is unlinked."""
+        """Open and register an object. A name may be reused for the same region, or after its object is unlinked."""
         if not request.name:
             raise invalid_argument("shared memory region name '': must not be empty")
         own = self._own()
@@ -263,13 +266,13 @@ class ClientRegions:
         own[request.name] = region
 
     def unregister(self, name: str) -> None:
-        """Remove a region, or all of this client's if `name` is empty. As with Triton, an unknown name is ignored."""
+        """Remove a region, or all of this client's regions if `name` is empty. As in Triton, ignore unknown names."""
         own = self._own()
         for gone in [name] if name else self._names():
             own.pop(gone, None)
 
     def status(self, name: str) -> kserve.SystemSharedMemoryStatusResponse:
-        """Describe a region, or all of this client's if `name` is empty."""
+        """Describe a region, or all regions of this client if `name` is empty."""
         answer = kserve.SystemSharedMemoryStatusResponse()
         for region in [self[name]] if name else [self[mine] for mine in self._names()]:
             entry = kserve.SystemSharedMemoryStatusResponse.RegionStatus(
@@ -279,7 +282,7 @@ class ClientRegions:
         return answer
 
     def _names(self) -> list[str]:
-        """Return the names registered by this connection or by one that is gone, since clients may reconnect."""
+        """Return the names registered by this connection or by a closed one, since clients may reconnect."""
         return [
             name
             for name, region in self._own().items()
@@ -313,7 +316,7 @@ def is_local(peer: str) -> bool:
 
 
 class PeerCredentials:
-    """Finds the users of local clients of the server on a TCP port. Used on the event loop."""
+    """Finds the users that local clients of a server's TCP port belong to. Used on the event loop."""
 
     def __init__(self, port: Callable[[], int]) -> None:
         self._port = port
@@ -321,7 +324,7 @@ class PeerCredentials:
         self._read_at = -_FRESH_S
 
     def user_of(self, peer: str) -> int | None:
-        """Return the user id of a local peer; None if it is unknown."""
+        """Return the user id of a local peer; None if the user is unknown."""
         address = _parsed(peer)
         if address is None:
             return None
@@ -364,7 +367,7 @@ def _parsed(peer: str) -> Address | None:
 
 
 def _from_table(text: str) -> Address:
-    """Parse an address and port of /proc/net/tcp, which are 32-bit words in the host's byte order, in hexadecimal."""
+    """Parse an address and port from /proc/net/tcp: hexadecimal 32-bit words in the host's byte order."""
     host, _, port = text.partition(":")
     words = [bytes.fromhex(host[at : at + 8]) for at in range(0, len(host), 8)]
     packed = b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)

@@ -1,4 +1,4 @@
-"""A store that one process serves to others, and to other hosts: gRPC over its SQLite file. URLs `edl://HOST:PORT`.
+"""A store that one process serves over gRPC, from its SQLite file, to processes on any host. URLs `edl://HOST:PORT`.
 
 `server` serves it and keeps metrics of the last hours, `host` decides which process of a host serves for a training
 job, `store` is the client, and `addresses` finds this host's addresses and diagnoses failed connections.

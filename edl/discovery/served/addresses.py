@@ -1,4 +1,4 @@
-"""Addresses of a served store: where to listen, whether a name means this host, and why nothing answers."""
+"""Addresses of a served store: where to listen, whether a name refers to this host, and why no server answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 from edl.errors import DiscoveryError, SettingsError
 
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation (RFC 5737, RFC 3849): the route to them is the default route."""
+"""Addresses reserved for documentation (RFC 5737, RFC 3849): the route to them is the default route."""
 _TIMEOUT_S: Final = 2.0
 """Seconds to connect, and then to wait for an answer: a reachable host takes milliseconds, and a user is waiting."""
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""The first bytes of a client of HTTP/2, and so of gRPC, with a frame of settings (RFC 9113, 3.4)."""
+"""The first bytes that an HTTP/2 client, and so a gRPC client, sends, with a settings frame (RFC 9113, 3.4)."""
 _SETTINGS: Final = 4
-"""The type of the frame that a server of HTTP/2 sends first (RFC 9113, 6.5)."""
+"""The type of the frame that an HTTP/2 server sends first (RFC 9113, 6.5)."""
 
 
 class PortTakenError(DiscoveryError):
@@ -28,14 +28,14 @@ class PortTakenError(DiscoveryError):
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where a server listens: an IP address, or `::` for all of this host's, including IPv4; port 0 for any."""
+    """Where a server listens: an IP address, or `::` for all of this host's addresses; port 0 for any port."""
 
     host: str
     port: int
 
     @property
     def endpoint(self) -> str:
-        """Host and port as gRPC takes them."""
+        """Host and port in the form that gRPC accepts."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def check_free(self) -> None:
@@ -68,7 +68,7 @@ def open_listener(backlog: int | None = None) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is localhost or a loopback address, which other hosts cannot use for this host."""
+    """Return whether `host` is localhost or a loopback address, by which other hosts cannot reach this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -76,7 +76,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own_host(host: str) -> bool:
-    """Return whether `host` names this host, as torch's c10d decides it, or is an address of any of its interfaces.
+    """Return whether `host` is this host by the rules of torch's c10d, or the address of one of its interfaces.
 
     False for a name that cannot be resolved now; ask again later.
     """
@@ -92,8 +92,9 @@ def is_own_host(host: str) -> bool:
 def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
     """Return whether this host can bind to an address.
 
-    It can bind only to its own, unless the system allows others (`ip_nonlocal_bind`): then an agent that serves a
-    store notices when its client reaches a different one (`edl.collective.agent.command_line.served_store`).
+    A host can bind only to its own addresses, unless the system allows other addresses (`ip_nonlocal_bind`). In that
+    case, an agent that serves a store notices when its client reaches a different store
+    (`edl.collective.agent.command_line.served_store`).
     """
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -106,8 +107,9 @@ def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
 def outward_address(servers: Iterable[str]) -> str:
     """Return this host's address on the route to one of a store's servers, or else on the default route.
 
-    Without a route it is 127.0.0.1. A server at this host's loopback is an agent of a cluster, whose other hosts cannot
-    reach that address. Nothing is sent: connecting a datagram socket asks the kernel for the route only.
+    Without a route, the result is 127.0.0.1. A server at a loopback address of this host is an agent in a cluster, and
+    the other hosts of the cluster cannot reach that address. Nothing is sent: connecting a datagram socket only asks
+    the kernel for the route.
     """
     for host in (*servers, *_ANYWHERE):
         if is_loopback(host):
@@ -123,9 +125,9 @@ def outward_address(servers: Iterable[str]) -> str:
 
 
 class Diagnosis(NamedTuple):
-    """What a connection attempt found: the remedy, or empty if a gRPC server answers.
+    """What a connection attempt found: the remedy for the fault, empty if a gRPC server answers.
 
-    `final` means that the fault will not clear by itself, `connected` that something is listening.
+    `final` means that the fault will not go away by itself; `connected` means that a program is listening.
     """
 
     words: str

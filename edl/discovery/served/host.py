@@ -1,4 +1,4 @@
-"""Decides which process of a host serves the store: the first, and after it ends, another of the same user."""
+"""Decides which process on a host serves the store: the first one; when it ends, another one of the same user."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from edl.resource import Resource
 logger = logging.getLogger(__name__)
 
 KEPT: Final = "keep/"
-"""Prefix of keys which say that the store is needed after its server has ended, so its file stays."""
+"""Prefix of keys that mark the store as needed after its server has ended, so that its file is kept."""
 
 _LOOK_S: Final = 0.1
-"""How soon another process of this host takes over from one that died. A check is one call of `flock`."""
+"""How soon another process on this host takes over from a process that died. A check is one call of `flock`."""
 _PORT_AGAIN_S: Final = 1.0
 """Wait between two attempts to listen while another program has the port, or its last connections linger."""
 _END_S: Final = 2.0
 """How long other processes may take to end as well. Then another one serves, or this one reports that it continues."""
 _HAND_OVER_S: Final = 10.0
-"""How long another process may take to start serving: it checks every 0.1 s, and opens a file in memory."""
+"""How long another process may take to start serving: it checks every 0.1 s, and opens a file that is in memory."""
 
 
 class StoreHost(Resource):
-    """Serves the store of a port of this host while no other process does; takes over when that process ends.
+    """Serves the store at a port of this host while no other process serves it, and when that process ends.
 
     The store's file is in this host's memory, so it outlives the process that serves it, but not the host. The
     serving process holds a lock, which the kernel releases when the process ends. Clients find the next server on
     the same port, with their leases intact. `began` is called when this process begins to serve.
 
-    Raises SettingsError if this host cannot serve there at all.
+    Raises SettingsError if this host cannot serve at the address at all.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class StoreHost(Resource):
 
     @property
     def server(self) -> str:
-        """The name of the server in this process, empty while another serves."""
+        """The name of the server in this process, empty while another process serves the store."""
         server = self._server
         return "" if server is None else server.name
 
     def leave(self, say: Callable[[str], None], patience_s: float) -> None:
-        """Stop serving as soon as no client is left, or another process of this host continues.
+        """Stop serving as soon as no client is left, or another process on this host takes over.
 
-        Remaining clients would lose the store, and with it their job; `say` is called with a line if this takes long.
-        The last process removes the file, unless keys that begin with `KEPT` say that clients will need it: then it
-        waits `patience_s` for them, and leaves the file.
+        Otherwise, remaining clients would lose the store, and with it their job. If this takes long, `say` is called
+        with a line of text. The last process removes the file, unless keys that begin with `KEPT` mark it as needed:
+        then the process waits `patience_s` for clients, and keeps the file.
         """
         self._background.close()
         began = time.monotonic()
@@ -126,7 +126,7 @@ class StoreHost(Resource):
         return _LOOK_S
 
     def _attempt(self, *, made: bool = False) -> None:
-        """Serve unless another process does; with `made`, only if the file exists."""
+        """Serve the store unless another process does; with `made`, only if the store's file exists."""
         if self._server is not None or not self._serving.take(fcntl.LOCK_EX):
             return
         if made and not self.path.exists():
@@ -152,7 +152,7 @@ class StoreHost(Resource):
             self._serving.path.unlink(missing_ok=True)
 
     def _hand_over(self, server: StoreServer) -> bool:
-        """Hand over to another process of this host; return False if this process has to go on."""
+        """Hand over to another process on this host; return False if this process must continue to serve."""
         self._waiting.release()
         if self._waiting.take(fcntl.LOCK_EX):  # no other process waits
             self._waiting.release()
@@ -203,11 +203,11 @@ class FileLock:
             self._file = self._open()
 
     def release(self) -> None:
-        """Let others take it."""
+        """Let other processes take the lock."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Release it for good."""
+        """Release the lock for good."""
         os.close(self._file)
 
     def _open(self) -> int:

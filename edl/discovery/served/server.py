@@ -1,7 +1,7 @@
 """The serving side of a store: a gRPC server over a SQLite file, with an event loop in its own thread.
 
-All calls are answered in the loop's thread, and none waits inside a transaction. No other process should write the
-file, so changes are pushed to watches at once.
+All calls are answered in the loop's thread, and no call waits inside a transaction. No other process should write to
+the file, so the server can push changes to watches at once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 _STOP_S: Final = 0.2
 """How long pending calls may take to end. Watches do not end by themselves, and clients retry elsewhere."""
 _RETURN_S: Final = 3.0
-"""How long clients of the previous server may take to connect: three times their longest pause."""
+"""How long clients of the previous server may take to connect: three times their longest pause between attempts."""
 _FILE_S: Final = 1.0
-"""How long a transaction may wait for another process; none should use the file."""
+"""How long a transaction may wait for another process; no other process should use the file."""
 _OPTIONS: Final = (("grpc.max_receive_message_length", 1 << 20),)  # four times the largest value
 TICK_S: Final = 0.1
 """How often the server checks for expired leases, so others see a death this much later. A check takes 20 µs."""
@@ -130,7 +130,7 @@ class StoreServicer:
             pass
 
     def _expire(self) -> None:
-        """End expired leases, and wake the watches if a transaction ended some, or the file is new."""
+        """End expired leases, and wake the watches if a transaction ended some leases, or if the file is new."""
         if self._store.first_expiry() <= time.monotonic():
             with self._file.write():
                 pass
@@ -268,7 +268,7 @@ class _EndingError(Exception):
 
 @contextlib.contextmanager
 def _refusing(context: Context) -> Iterator[None]:
-    """Turn errors into gRPC's, but not by `context.abort`: its error keeps the server alive until collected."""
+    """Turn errors into gRPC errors without `context.abort`, whose error keeps the server alive until collected."""
     try:
         yield
     except (SettingsError, DiscoveryError, _FullError, _EndingError) as exc:
@@ -342,10 +342,10 @@ class SeriesRings:
 class StoreServer(LoopServer):
     """Serves the store in a file until closed. Other processes may use the file, but only one may serve it.
 
-    `sample` is called about every 10 s, in its own thread, for the metrics that the server keeps for some hours.
+    `sample` is called about every 10 s, in its own thread; it returns the metrics that the server keeps for some hours.
 
     Raises:
-        PortTakenError: Another program is listening there.
+        PortTakenError: Another program is listening at the address.
         SettingsError: The address or the file cannot be used.
         DiscoveryError: The file cannot be opened just now.
     """
@@ -376,7 +376,7 @@ class StoreServer(LoopServer):
 
     @property
     def needed(self) -> bool:
-        """Whether there are clients: every live agent has watches, and an agent that is expected back has its lease."""
+        """Whether there are clients: a live agent has watches, and an agent that should return still has its lease."""
         if self._servicer is not None and self._servicer.watches:
             return True
         if time.monotonic() < self._expected_until:
@@ -388,7 +388,7 @@ class StoreServer(LoopServer):
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended without being closed."""
+        """Whether the server has ended without being closed."""
         return self.failure is not None
 
     def holds(self, prefix: str) -> bool:

@@ -26,10 +26,10 @@ R = TypeVar("R", bound=Message)
 
 SERVICE: Final = "edl.store.v1.Store"
 FORMAT: Final = 1
-"""Version of the protocol; a client with a different version gets an error, as it would misread answers."""
+"""Version of the protocol. A client with a different version gets an error, because it would misread answers."""
 
 DEFAULT_PORT: Final = 29400
-"""torch's own for a rendezvous (`torch.distributed.elastic`)."""
+"""torch's own default port for a rendezvous (`torch.distributed.elastic`)."""
 
 
 def store_credentials(credentials: Credentials) -> Credentials:
@@ -44,7 +44,7 @@ def store_credentials(credentials: Credentials) -> Credentials:
 
 @dataclass(frozen=True)
 class ServedTarget:
-    """A served store as a client sees it; calls may take `timeout_s`."""
+    """A served store as a client sees it; a call may take `timeout_s` seconds."""
 
     host: str
     port: int
@@ -57,12 +57,12 @@ class ServedTarget:
 
     @property
     def endpoint(self) -> str:
-        """Host and port as gRPC takes them."""
+        """Host and port in the form that gRPC accepts."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @classmethod
     def of(cls, url: StoreUrl, timeout_s: float, credentials: Credentials | None = None) -> ServedTarget:
-        """Return the target for a URL; `credentials` default to those of the environment."""
+        """Return the target for a URL; `credentials` default to those in the environment."""
         ((host, port),) = url.servers
         offered = Credentials.of() if credentials is None else credentials
         return cls(host, port or DEFAULT_PORT, timeout_s, store_credentials(offered), offered)
@@ -73,11 +73,11 @@ class StoreRefusalError(DiscoveryError):
 
 
 class _NoAnswerError(DiscoveryError):
-    """A call took longer than it may."""
+    """A call took longer than its time limit."""
 
 
 class StoreClient(Resource):
-    """Makes calls to a server; DiscoveryError if it is down or refuses. Closing ends pending calls. Thread-safe."""
+    """Calls a server; DiscoveryError if it is down or refuses a call. Closing ends pending calls. Thread-safe."""
 
     def __init__(self, target: ServedTarget) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class StoreClient(Resource):
         return answer
 
     def gather(self, method: str, request: Message, reply: type[R]) -> list[R]:
-        """Make a call whose answer is a stream of messages, and wait for the last one."""
+        """Make a call that is answered by a stream of messages, and wait for the last message."""
         self._check()
         return list(self.replies(self._stream(method, request, reply, self.target.timeout_s)))
 
@@ -158,11 +158,11 @@ class StoreClient(Resource):
         return DiscoveryError(f"{self.target}: {words or code.name}")
 
     def _explained(self, words: str) -> str:
-        """Return what is wrong with TLS or certificates, if no call was answered yet; else gRPC's words."""
+        """Return what is wrong with TLS or certificates if no call was answered yet; else gRPC's error message."""
         return words if self._answered else self.explain_tls(words) or words
 
     def explain_tls(self, words: str | None = None) -> str:
-        """Connect once more, and return what is wrong with TLS or certificates; empty if nothing is."""
+        """Connect once more, and return what is wrong with TLS or certificates; empty if nothing is wrong."""
         words = explain_handshake(words, self.target.endpoint, self._files)
         if not words or self.target.credentials.ca:
             return words
@@ -182,7 +182,7 @@ class StoreClient(Resource):
         return call_metadata(self.target.endpoint, self._files)
 
     def _current(self) -> grpc.Channel:
-        """Return the channel, a new one if certificates were replaced: a channel keeps its initial ones."""
+        """Return the channel; a new channel if certificates were replaced, as a channel keeps its initial ones."""
         if self._version != self._material_version:
             with self._making:
                 version = self._material_version

@@ -1,10 +1,10 @@
 """A reader's conversation with its master: a thread takes turns, renews leases, and reconnects after an outage.
 
 The caller's threads put reports and requests into an outbox and take shards from an inbox, so that a training loop
-never waits for the network. Each turn sends the pending reports, requests as many shards as there is room for, and
-renews all leases of its session. Turns are numbered within a session: if a reply is lost, the same turn is sent again,
-to this master or the next, and is applied once. A session that the master no longer knows is replaced by a new one; its
-shards belong to other readers by then.
+never waits for the network. Each turn sends the pending reports, requests as many shards as the reader has room for,
+and renews all leases of the reader's session. Turns are numbered within a session. If a reply is lost, the same turn is
+sent again, to this master or to its successor; the turn is applied only once. If the master no longer knows a session,
+a new session replaces it; by then, other readers have the shards of the old session.
 
 No locks are used here, so a signal handler may close the reader in the middle of any call. State that both sides change
 is changed in single steps that are atomic in Python.
@@ -76,7 +76,7 @@ class Shard:
 
 @dataclass(eq=False, slots=True)
 class Report:
-    """The outcome of a shard, of which `units` were done if it was not finished. `refused` is the master's reason."""
+    """The outcome of a shard: `units` are done if it is unfinished; `refused` is the master's reason for a refusal."""
 
     shard: Shard
     outcome: Outcome
@@ -88,7 +88,7 @@ class Report:
 
 @dataclass(eq=False)
 class _Request:
-    """A request that a caller waits for. `attempt` returns the seconds until the next attempt, 0 if there is none."""
+    """A request that a caller waits for. `attempt` returns the seconds until the next attempt; 0 if none is needed."""
 
     attempt: Callable[[_Request], float]
     answered: bool = False
@@ -100,7 +100,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _OpenShard:
-    """A received shard whose report, if there is one, was not answered yet."""
+    """A received shard that was not reported yet, or whose report was not answered yet."""
 
     shard: Shard
     touched_at: float
@@ -109,7 +109,7 @@ class _OpenShard:
 
 
 class ShardSession:
-    """A reader's session: its shards, and the turn in flight. `restored` is how often the data set was reset before."""
+    """A reader's session: its shards, and the turn in flight. `restored` counts earlier resets of the data set."""
 
     def __init__(self, name: str, restored: int = 0) -> None:
         self.name: Final = name
@@ -141,7 +141,7 @@ class ShardSession:
         return turn
 
     def answer(self, refusals: Mapping[int, str]) -> list[Report]:
-        """Note that the turn in flight was answered; return its reports. `refusals` maps leases to reasons."""
+        """Note that the turn in flight was answered; return its reports. `refusals` maps refused leases to reasons."""
         self.in_flight = None
         reports, self._sent = self._sent, []
         for report in reports:
@@ -157,12 +157,12 @@ class ShardSession:
         return [(self, shard) for shard in given]
 
     def is_same(self, reply: messages.NextReply) -> bool:
-        """Whether the reply to reopening this session is about this session, not a new one of the same name."""
+        """Whether the reply to a request to reopen this session describes it, not a new session with its name."""
         answered = self._turns - (self.in_flight is not None)
         return reply.last_request in (answered, self._turns)
 
     def abandon(self, why: str) -> list[Report]:
-        """Refuse the unanswered reports, since the session is gone; return them."""
+        """Mark the unanswered reports as refused, since the session is gone; return these reports."""
         self.open.clear()
         return self.answer({report.shard.id: why for report in self._sent})
 
@@ -176,7 +176,7 @@ def _first_of(outbox: deque[Any]) -> Report | _Request | None:
 
 
 class Conversation:
-    """Handles a reader's requests, in order. A shard not worked on for `stuck_s` seconds goes to other readers."""
+    """Handles a reader's requests, in order. A shard that is left idle for `stuck_s` seconds goes to other readers."""
 
     def __init__(self, client: MasterClient, dataset: str, holder: str, prefetch: int, stuck_s: float) -> None:
         self.dataset: Final = dataset
@@ -211,7 +211,7 @@ class Conversation:
 
     @property
     def spec(self) -> messages.DatasetSpec:
-        """The data set's specification; known once a shard was received."""
+        """The data set's specification, which is known once a shard has been received."""
         assert self._spec is not None
         return self._spec
 
@@ -226,7 +226,7 @@ class Conversation:
 
     @property
     def by_checkpoint(self) -> bool:
-        """Whether shards are done with a mark; False until a master has said so."""
+        """Whether shards count as done only when a mark covers them; False until a master has said so."""
         return self._spec is not None and self._spec.commit == messages.COMMIT_CHECKPOINT
 
     # --- For callers. ---
@@ -249,10 +249,10 @@ class Conversation:
             self._hungry.pop()
 
     def rest(self, timeout_s: float) -> bool:
-        """Request no shard until `take` is called; return whether this reader has none because the master had none.
+        """Stop requesting shards until `take` is called; return whether this reader has none as the master had none.
 
-        Otherwise two readers that ask the master who else has shards could see each other's, and both leave. Waits up
-        to `timeout_s` for a reply in flight.
+        Without this, two readers that ask the master which other readers have shards could see each other's shards, and
+        both leave. Waits up to `timeout_s` seconds for the reply to a turn in flight.
         """
         self._paused = True
         self._changed.wait_for(lambda: not self._asking or self._failure is not None or self._ending, timeout_s)
@@ -274,13 +274,13 @@ class Conversation:
         self._thread.wake()
 
     def deliver(self, reports: Sequence[Report]) -> None:
-        """Send reports, and wait until each is answered. After an error, they are still sent later."""
+        """Send reports, and wait until each is answered. If this raises an error, the reports are still sent later."""
         for report in reports:
             self.tell(report)
         self._await(lambda: all(report.answered for report in reports), _IDLE_S)
 
     def mark(self, consumed: Mapping[int, int]) -> tuple[str, int]:
-        """Journal a position: `consumed` units of open shards, by lease. Return its session and number."""
+        """Journal a position: `consumed` units of open shards, by lease. Return the session and number of the mark."""
         found: tuple[str, int] = self._demand(_Request(partial(self._set_mark, consumed)))
         return found
 
@@ -292,7 +292,7 @@ class Conversation:
         self._demand(_Request(partial(self._resume, wanted)))
 
     def _demand(self, request: _Request) -> Any:
-        """Wait until a request is done. After an error it is withdrawn, so that it is not done later."""
+        """Wait until a request is done. After an error, the request is withdrawn, so it is not done later."""
         self._outbox.append(request)
         self._thread.wake()
         try:
@@ -304,7 +304,7 @@ class Conversation:
         return request.answer
 
     def close(self) -> None:
-        """Send pending reports, return shards, and end. Waits a few seconds at most."""
+        """Send pending reports, return shards, and end the session. Waits a few seconds at most."""
         self._ending = True
         self._changed.notify()
         self._thread.wake()
@@ -327,7 +327,7 @@ class Conversation:
         return False
 
     def _await(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Wait, unless the master is unreachable for more than the client's `timeout_s` during the wait."""
+        """Wait for a condition; fail if the master is unreachable for more than the client's `timeout_s`."""
         begun = time.monotonic()
         until = begun + timeout_s
 
@@ -424,7 +424,7 @@ class Conversation:
         return session.in_flight is not None or isinstance(_first_of(self._outbox), Report)
 
     def _release_idle(self, session: ShardSession, now: float) -> None:
-        """Give up shards that the caller does not work on: this thread would renew them for ever."""
+        """Give up shards that the caller does not work on: otherwise this thread would renew their leases forever."""
         unreported = [lease for lease in session.open.values() if not lease.reported]
         idle = [lease for lease in unreported if now > lease.touched_at + self._stuck_s]
         if any(not lease.taken for lease in idle):
@@ -490,7 +490,7 @@ class Conversation:
         return reply
 
     def _attached(self) -> ShardSession:
-        """Return the session, open at the master that leads now."""
+        """Return the session, after opening it at the master that leads now if necessary."""
         if self._connection is None:
             self._connection = self._client.connect()
             self._connection.on_stream_end = self._thread.wake  # notices at once if the master ends the session
@@ -645,7 +645,7 @@ class Conversation:
             logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self.dataset, why)
 
     def _job_is_done(self) -> bool:
-        """End if the job's master ended with all data sets done, and no other has started for a while."""
+        """End if the job's master ended with all data sets done, and no other master has started for a while."""
         if self.wait.away_s < _DONE_S:
             return False
         report = self._client.final_report()

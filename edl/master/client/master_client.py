@@ -1,7 +1,7 @@
-"""Calls to a job's master, which wait while there is none, and the channel for them.
+"""Calls to a job's master, which wait while no master is available, and the channel for these calls.
 
-Only `MasterConnection` translates gRPC's errors to EDL's: a `NoMasterError` means that no master answers, and callers
-wait it out; all other errors are the master's answer.
+Only `MasterConnection` translates gRPC's errors to EDL's. A `NoMasterError` means that no master answers, and callers
+wait until one does; all other errors are answers from the master.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Message)
 
 DEFAULT_TIMEOUT_S: Final = 300.0
-"""A master that was lost with its host is restarted within minutes."""
+"""Long enough to restart a master that was lost with its host, which takes minutes."""
 CALL_S: Final = 10.0  # a commit takes milliseconds, or up to 5 s, the deadline of a Store with several hosts
 STREAM_S: Final = 60.0  # gRPC ends a stream at this age, so a hung master is noticed by then
 RENEW_STREAM_S: Final = 30.0
-"""An idle stream of this age is replaced: a turn on it would have less than `STREAM_S` for its reply."""
+"""An idle stream of this age is replaced: the reply to a turn on it would have less than `STREAM_S` left."""
 _RETRY_S: Final = (0.1, 1.0)  # seconds, first and longest wait: a restarted master answers after half a second
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
@@ -59,11 +59,11 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 
 
 class NotCreatedError(NoMasterError):
-    """The leading master has no such data set yet; it may still be created."""
+    """The leading master has no such data set yet; the data set may still be created."""
 
 
 class MasterConnection(Resource):
-    """A channel to the master at `endpoint`, `host:port`; SettingsError if a token would cross the network unencrypted.
+    """A channel to the master at `endpoint` (`host:port`). SettingsError if a token would be sent unencrypted.
 
     Call `exchange` from one thread only; closing the connection ends all calls in flight.
     """
@@ -80,7 +80,7 @@ class MasterConnection(Resource):
         self._stream_opened = 0.0
 
     def call(self, method: str, request: Message, reply: type[R], timeout_s: float = CALL_S) -> R:
-        """Make a unary call. After a NoMasterError it is unknown whether the master received it."""
+        """Make a unary call. After a NoMasterError, the master may or may not have received it."""
         self._check()
         with self._translating():
             serialize = type(request).SerializeToString
@@ -204,9 +204,9 @@ class MasterWait:
 class MasterClient(Resource):
     """Calls to the master of a job. Thread-safe; a forked child needs its own.
 
-    A call waits while the job has no master or none answers, and logs that it waits. Every call may raise
-    `NoMasterError` after the master was unreachable for `timeout_s`, and `ClosedError` after `close`. Calls that change
-    a data set raise `SettingsError` if it does not exist.
+    A call waits while the job has no master or its master does not answer, and logs that it waits. Every call may raise
+    `NoMasterError` once the master has been unreachable for `timeout_s`, and `ClosedError` after `close`. Calls that
+    change a data set raise `SettingsError` if the data set does not exist.
 
     Args:
         job: Name of the job.
@@ -257,7 +257,7 @@ class MasterClient(Resource):
         """How often this client has reset a data set: its readers then drop their prefetched shards at once."""
 
     def create_dataset(self, name: str, dataset: Dataset | messages.DatasetSpec) -> messages.DatasetSpec:
-        """Create a data set for the master to hand out. Does nothing if the same data set exists.
+        """Create a data set for the master to hand out. Does nothing if an identical data set exists under this name.
 
         Args:
             name: Name of the data set in the job.
@@ -267,8 +267,8 @@ class MasterClient(Resource):
             The specification at the master.
 
         Raises:
-            ConflictError: A different data set has the name.
-            SettingsError: The master cannot hand it out.
+            ConflictError: A different data set already has this name.
+            SettingsError: The master cannot hand out this data set.
         """
         spec = dataset if isinstance(dataset, messages.DatasetSpec) else dataset.spec
         request = messages.CreateDataset(dataset=name, spec=spec)
@@ -352,11 +352,11 @@ class MasterClient(Resource):
 
         Args:
             name: Name of the data set.
-            progress: What `progress` returned; None for the beginning, for a job that finds no checkpoint.
+            progress: The result of `progress`. None goes back to the beginning, for a job that finds no checkpoint.
 
         Raises:
-            ConflictError: The progress is of a data set with a different specification.
-            ProtocolError: The bytes are not progress, or are damaged.
+            ConflictError: The progress belongs to a data set with a different specification.
+            ProtocolError: The bytes do not contain progress, or are damaged.
         """
         request = messages.RestoreProgress(dataset=name, progress=progress)
         self._call("RestoreProgress", request, messages.DatasetReply)
@@ -390,7 +390,7 @@ class MasterClient(Resource):
         return connection
 
     def final_report(self) -> dict[str, Any] | None:
-        """Return the last report of a master that ended with all data sets done; None if another master may follow."""
+        """Return the last report of a master that ended with all data sets done; None if another may follow it."""
         if self._store is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""Shards of a data set as an iterator, with reports and a savable position."""
+"""An iterator over the shards of a data set, which reports them and has a position that can be saved."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _WAIT_S: Final = 3600.0  # other readers' shards may be requeued whenever their 
 _NOT_OF_THE_SHARD: Final = (
     *(ClosedError, ConflictError, LeaseLostError, PoisonedShardsError, SettingsError, TemporaryError),
 )
-"""Errors unrelated to a shard: a worker that ends with one gives its shards back, with no failure counted."""
+"""Errors unrelated to a shard: a worker that ends with such an error gives its shards back, with no failure counted."""
 
 
 class ShardReader(Resource):
-    """Shards that the master gives this reader, until none is left. Thread-safe.
+    """Provides the shards that the master gives this reader, until none is left. Thread-safe.
 
     As an iterator, it reports each shard as done when the next one is taken, and raises `PoisonedShardsError` at the
-    end if shards were given up. If an exception leaves its `with` block, the shards that you have taken and not
-    reported have failed: they are retried after all others, and given up once they have failed too often. (EDL's errors
-    that are unrelated to a shard, such as NoMasterError, count no failure; nor does Ctrl-C.)
+    end if shards were given up. If an exception leaves the reader's `with` block, the shards that you have taken and
+    not reported count as failed. They are retried after all other shards, and given up once they have failed too often.
+    (No failure is counted for Ctrl-C, or for EDL's errors that are unrelated to a shard, such as NoMasterError.)
 
     A thread prefetches `prefetch` shards, renews the leases while the caller computes, and reconnects after a restart
     of the master. Calls that wait for the master raise `NoMasterError` if it is unreachable for the client's
@@ -54,13 +54,15 @@ class ShardReader(Resource):
         client: Client of the job.
         dataset: Name of the data set at the master. A reader waits until it has been created.
         holder: Displayed name. Default: the host and the process id.
-        prefetch: Prefetched shards, in addition to those that the caller has.
-        samples: Your own source, for data sets that name none that a worker may open (`load_dataset`).
+        prefetch: Number of shards to prefetch, in addition to the shards that the caller has.
+        samples: Your own source of samples, for data sets that do not name a source that a worker may open
+            (`load_dataset`).
         explicit: Report only by `report_done`, `report_failed` and `give_back`.
-        on_poisoned: "raise" or "warn" at the end of the iteration.
-        stuck_s: Seconds after which a shard that the caller does not work on goes to others, with a failure counted. If
-            a shard takes longer, raise this, or call `consume` from time to time; `samples` does so with each sample.
-            Prefetched shards that the caller does not take in that time are returned, without a failure.
+        on_poisoned: "raise" or "warn": what to do at the end of the iteration if shards were given up.
+        stuck_s: Seconds after which a shard that the caller does not work on goes to other readers, with a failure
+            counted. If a shard takes longer, raise this limit, or call `consume` from time to time; `samples` calls it
+            with each sample. Prefetched shards that the caller does not take in that time are returned, without a
+            failure.
         may_leave: Called from time to time while an iterator waits for other readers' shards. If it returns True, the
             iteration ends, and other readers process returned shards.
 
@@ -109,7 +111,7 @@ class ShardReader(Resource):
 
     @property
     def by_checkpoint(self) -> bool:
-        """Whether shards are done with a `state_dict`, not when they are reported. Known once a shard was received."""
+        """Whether shards count as done at a `state_dict`, not when reported. Known once a shard was received."""
         return self._conversation.by_checkpoint
 
     @property
@@ -124,7 +126,7 @@ class ShardReader(Resource):
 
     @property
     def away_s(self) -> float:
-        """Seconds for which no master has answered this reader; 0.0 while one answers.
+        """Seconds for which no master has answered this reader; 0.0 while a master answers.
 
         For callers of `take` with timeouts shorter than the client's `timeout_s`.
         """
@@ -134,10 +136,10 @@ class ShardReader(Resource):
         """Return the next shard, which you must report. Never raises because of poisoned shards: see `poisoned`.
 
         Args:
-            timeout_s: Seconds to wait for it.
+            timeout_s: Seconds to wait for a shard.
 
         Returns:
-            The shard; None if there is none yet, none is left (`finished`), or the reader was closed.
+            The shard; None if no shard is available yet, no shard is left (`finished`), or the reader was closed.
 
         Raises:
             LeaseLostError: With commit="checkpoint": the session was lost, and data read after the last checkpoint goes
@@ -177,13 +179,13 @@ class ShardReader(Resource):
         middle of the shard.
 
         Yields:
-            Samples. An unreadable shard is reported as failed, and the next one is read.
+            Samples. An unreadable shard is reported as failed, and the next shard is read.
 
         Raises:
             SettingsError: The data set cannot be opened here.
             PoisonedShardsError: At the end, unless `on_poisoned` is "warn".
-            Exception: Your code that makes the samples raised it. The shard is reported as failed; call this again to
-                continue with the next one.
+            Exception: The code of yours that makes the samples raised this error. The shard is reported as failed; call
+                this again to continue with the next shard.
         """
         shard = self._current if self._sampling else None
         while True:
@@ -222,10 +224,12 @@ class ShardReader(Resource):
 
         Args:
             shard: A shard that this reader gave you.
-            wait: Return once the master has journalled it. Otherwise return at once; a refusal is logged.
+            wait: Return only once the master has journalled the report. Otherwise return at once; if the master refuses
+                the report, that is logged.
 
         Raises:
-            LeaseLostError: The master refuses it: the lease has expired; the message says who has the shard now.
+            LeaseLostError: The master refuses the report because the lease has expired; the message says who has the
+                shard now.
         """
         self._report(shard, "done", wait=wait)
 
@@ -255,7 +259,7 @@ class ShardReader(Resource):
         self._report(shard, "returned", wait=wait)
 
     def report_all(self, shards: Iterable[Shard], outcome: Outcome, reason: str = "") -> None:
-        """Report several shards, and wait for all of them: a refused report does not affect the others.
+        """Report several shards, and wait for all reports: a refused report does not affect the other reports.
 
         Args:
             shards: Shards that this reader gave you.
@@ -263,7 +267,7 @@ class ShardReader(Resource):
             reason: Human-readable text about a failure.
 
         Raises:
-            LeaseLostError: See `report_done`; for one shard or more.
+            LeaseLostError: See `report_done`; raised if at least one report was refused.
             NoMasterError: The reports are sent once a master is back.
         """
         self._check()
@@ -274,11 +278,11 @@ class ShardReader(Resource):
             raise LeaseLostError(f"shards of {self.dataset} no longer belong to this reader: {'; '.join(refused[:8])}")
 
     def consume(self, shard: Shard, units: int) -> None:
-        """Record the progress within a shard, for `state_dict` and `stuck_s`. The iterators do so themselves.
+        """Record the progress within a shard, for `state_dict` and `stuck_s`. The iterators call this themselves.
 
         Args:
             shard: A shard that this reader gave you, and that you have not reported yet.
-            units: Number of its units that were used, from its start.
+            units: Number of the shard's units that were used, from its start.
 
         Raises:
             SettingsError: The shard has fewer units.
@@ -289,7 +293,7 @@ class ShardReader(Resource):
         self._conversation.touch(shard)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this reader, for a data set with commit="checkpoint". The master journals it.
+        """Journal the position of this reader at the master, and return it, for a data set with commit="checkpoint".
 
         Everything that an iterator has yielded counts as consumed. The master keeps a reader's last 16 positions.
 
@@ -322,8 +326,9 @@ class ShardReader(Resource):
             state: The result of `state_dict`.
 
         Raises:
-            SettingsError: The state is for a different data set, not from a reader, or no longer kept by the master.
-            ConflictError: Another reader has resumed from it.
+            SettingsError: The state belongs to a different data set, does not come from a reader, or is no longer kept
+                by the master.
+            ConflictError: Another reader has resumed from this state.
         """
         self._check()
         _check_position(state)
@@ -333,13 +338,14 @@ class ShardReader(Resource):
         self._go_back(state["holder"], state["session"], state["mark"])
 
     def start_over(self) -> None:
-        """Go back to before everything that readers of this holder's name have read, if a process finds no checkpoint.
+        """Undo everything that readers with this holder's name have read, for a process that finds no checkpoint.
 
-        Otherwise, positions saved by an earlier run would count as done although its first checkpoint never reached the
-        disk. The holder's name must be unique and the same in each run of the process: its rank, for example.
+        Otherwise, data before the positions that an earlier run saved would count as done, although that run's first
+        checkpoint never reached the disk. The holder's name must be unique, and the same in each run of the process; it
+        may contain the process's rank, for example.
 
         Raises:
-            ConflictError: A reader of this name is alive.
+            ConflictError: Another reader with this name is alive.
             SettingsError: The data set has commit="report".
         """
         self._check()
@@ -409,8 +415,8 @@ class ShardReader(Resource):
         """Return open shards, with no failure counted, and end the session. May be called twice.
 
         Args:
-            commit: With commit="checkpoint": count shards reported after the last `state_dict` as done. By default they
-                go to other readers, even at the end of the iteration, since no checkpoint covers them.
+            commit: With commit="checkpoint": count shards reported after the last `state_dict` as done. By default,
+                these shards go to other readers, even at the end of the iteration, since no checkpoint covers them.
         """
         if self._pid == os.getpid() and not self._closed:
             self._conversation.commit = commit

@@ -1,7 +1,8 @@
 """The API of ElasticDL and DLRover, as a thin layer over `ShardReader`.
 
 Names and semantics are those of `ShardingClient` and `IndexShardingClient` in DLRover's
-elastic_agent/sharding/client.py and of ElasticDL's `DataShardService`, their origin. Docstrings note differences.
+elastic_agent/sharding/client.py, and of ElasticDL's `DataShardService`, from which they are derived. The docstrings
+note any differences.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class ShardingClient(ShardReader):
             The shard; None if none is left.
 
         Raises:
-            PoisonedShardsError: None is left, and some were given up.
+            PoisonedShardsError: No shard is left, and some shards were given up.
         """
         self._check()
         shard = next(self, None)
@@ -112,10 +113,10 @@ class ShardingClient(ShardReader):
             batch_size: Samples in this batch. Default: the client's `batch_size`.
 
         Returns:
-            Whether they finished a shard; its report is then in the master's journal.
+            Whether these samples finished a shard; in that case the shard's report is in the master's journal.
 
         Raises:
-            LeaseLostError: A shard belonged to another reader by then; the others are reported.
+            LeaseLostError: A shard belonged to another reader by then; the other shards are reported.
             NoMasterError: The shards are reported once a master is back.
         """
         self._check()
@@ -146,7 +147,7 @@ class ShardingClient(ShardReader):
         self.report_all(self._drop_pending(), "failed", err_msg or "no reason given")
 
     def get_current_epoch(self) -> int:
-        """Return the epoch of the shard that was fetched last, from 0."""
+        """Return the epoch (counted from 0) of the shard that was fetched last."""
         return self._epoch
 
     def get_shard_checkpoint(self) -> str:
@@ -155,14 +156,14 @@ class ShardingClient(ShardReader):
         return json.dumps({"dataset_name": self.dataset, "progress": progress})
 
     def restore_shard_from_checkpoint(self, shard_checkpoint: str) -> None:
-        """Reset the data set to earlier progress, for all workers; shards that any of them has are handed out again.
+        """Reset the data set to earlier progress, for all workers; shards that any worker has are handed out again.
 
         Args:
             shard_checkpoint: The result of `get_shard_checkpoint`.
 
         Raises:
-            SettingsError: It is for a different data set, or not a checkpoint.
-            ProtocolError: Its progress is corrupt.
+            SettingsError: The checkpoint belongs to a different data set, or is not a checkpoint.
+            ProtocolError: The checkpoint's progress is corrupt.
         """
         try:
             found = json.loads(shard_checkpoint)

@@ -22,14 +22,14 @@ __all__ = ["ShardDataset"]
 class ShardDataset(torch.utils.data.IterableDataset[Any]):
     """Samples of the shards that the master gives this process. Every worker of a `DataLoader` is a reader.
 
-    Nothing is opened until the first sample is requested, and then in the requesting process: each worker opens its own
-    channel. A shard is reported done when the sample after its last one is requested. With workers, that is when the
-    loader has its samples, not when the training loop has them: if a process is killed, training may lose `num_workers
-    * prefetch_factor` batches. If each sample must count once, iterate over a `ShardReader` in the training process;
-    data sets of commit="checkpoint" are refused here.
+    Nothing is opened until the first sample is requested. The process that requests it then opens the channel, so each
+    worker has its own. A shard is reported done when the sample after its last one is requested. With workers, a shard
+    is therefore done when the loader has its samples, not when the training loop has them: if a process is killed,
+    training may lose `num_workers * prefetch_factor` batches. If each sample must count exactly once, iterate over a
+    `ShardReader` in the training process. Data sets with commit="checkpoint" are refused here.
 
-    A sample that raises an error here fails its shard. An error in code around this data set, such as a `collate_fn` or
-    the training loop, is not visible here: the shard is requeued, with no failure counted.
+    If reading a sample raises an error, the sample's shard has failed. An error in code outside this data set, such as
+    a `collate_fn` or the training loop, is not visible here: the shard is requeued, with no failure counted.
 
     Args:
         job: Name of the job.
@@ -70,7 +70,7 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
             SettingsError: The data set has commit="checkpoint".
             PoisonedShardsError: At the end, if shards were given up.
             NoMasterError: The master was unreachable for `timeout_s`.
-            Exception: Your code that makes the samples raised it. The shard is reported as failed.
+            Exception: The code of yours that makes the samples raised this error. The shard is reported as failed.
         """
         worker = torch.utils.data.get_worker_info()
         host = socket.gethostname()
@@ -98,7 +98,7 @@ def _has_sibling_shards(client: MasterClient, dataset: str, loader: str) -> bool
     """Return whether other workers of the loader have shards.
 
     A loader takes batches from its workers in turn. If a worker waited for shards that its siblings have, the loader
-    would never ask the siblings. So it ends, and they continue without it.
+    would never ask the siblings. So the worker ends, and the siblings continue without it.
     """
     datasets = client.status()["datasets"]
     holders = [holder for found in datasets if found["name"] == dataset for holder in found["holders"]]

@@ -1,8 +1,8 @@
-"""`ScalingAdvisor`: the loop that reads loads, decides, and writes how many teachers and workers are wanted.
+"""`ScalingAdvisor`: a loop that reads loads, decides how many teachers and workers are wanted, and writes the numbers.
 
-A Store's advisors elect a leader (the election `advisor`), which writes `wanted/teachers/SERVICE`. The others stand by,
-and warn if their bounds differ from the leader's. How many workers a job wants is written by the advisor of its leading
-master. An operator, or a person, starts and ends teachers.
+The advisors at a Store elect a leader (in the election `advisor`), which writes `wanted/teachers/SERVICE`. The other
+advisors stand by, and warn if their bounds differ from the leader's. How many workers a job wants is written by the
+advisor of the job's leading master. An operator, or a person, starts and ends the teachers.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class ScalingAdvisor(Resource):
         )
 
     def _restore(self, kind: WantedKind, name: str) -> _Wanted:
-        """Continue from another advisor's record, unless it is older than any window."""
+        """Continue from another advisor's record, unless the record is older than any window."""
         found = read_wanted(self._store, kind, name)
         if found is None or time.time() - found["time"] > self._settings.down_s:
             return _Wanted(kind, name, {}, TeacherScalingState(), time.monotonic())

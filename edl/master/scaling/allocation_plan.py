@@ -1,8 +1,8 @@
-"""Jobs' requests to a cluster, the value of workers to them, and the plan that an arbitration works on.
+"""Jobs' requests to a cluster, the value of workers to these jobs, and the plan on which an arbitration works.
 
-Jobs and nodes are numbers here, in the order that breaks ties. A worker goes to the first node with the fewest free
-GPUs that suffice (best fit). Nodes with the same number of free GPUs share a bucket, a heap with lazy removal, so this
-takes no search.
+Jobs and nodes are represented by numbers here; ties are broken in the order of these numbers. A worker goes to the
+first node with the fewest free GPUs that suffice (best fit). Nodes with the same number of free GPUs share a bucket,
+which is a heap with lazy removal, so no search is needed to find this node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LINEAR: Final = ThroughputModel(1.0, 0.0)
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job, and the resources that it can use. Durations in seconds."""
+    """A job, and the resources that it can use. Durations are in seconds."""
 
     name: str  # unique
     min_workers: int  # with fewer it does not run; 0 for borrowers such as teachers
@@ -50,8 +50,8 @@ class _JobValue:
 
         log T(n') - log T(n) - log(1 + C / R),  R = W / T(n')
 
-    so that a gain above 0 is the rule of `edl.master.scaling.workers`, (T(n') / T(n) - 1) R > C. Pollux's damping is
-    one more term, - log REALLOC_FACTOR.
+    so that a gain above 0 is equivalent to the rule of `edl.master.scaling.workers`, (T(n') / T(n) - 1) R > C. Pollux's
+    damping adds one more term, - log REALLOC_FACTOR.
     """
 
     def __init__(self, request: JobRequest) -> None:
@@ -83,7 +83,7 @@ class _JobValue:
     def compute_gain(self, workers: int, more: int) -> float:
         """Return the gain from n' = `more` workers over n for a job that pauses anyway.
 
-        The extra cost of the pause with n' over that with n is deducted, unless it can never pay off.
+        The cost of the pause with n' minus that with n is deducted, unless the pause can never pay off.
         """
         found = self._gains.get((workers, more))
         if found is None:
@@ -95,7 +95,7 @@ class _JobValue:
         return found
 
     def find_worthwhile_size(self, workers: int, most: int) -> int | None:
-        """Return the smallest n' above n, up to `most`, whose gain exceeds the cost of the move; None without one."""
+        """Return the smallest n' above n, up to `most`, whose gain exceeds the cost of the move; None if none does."""
         if most <= workers or not self._is_worthwhile(workers, most):
             return None
         low, high = workers + 1, most
@@ -112,7 +112,7 @@ class _JobValue:
 
 
 class AllocationPlan:
-    """An allocation being built. A job moved several times in a pass is charged for one pause: it stops only once."""
+    """An allocation being built. A job that moves several times in a pass pays for one pause, as it stops only once."""
 
     def __init__(self, requests: Sequence[JobRequest], capacities: Sequence[int]) -> None:
         self.requests = requests  # in the order that breaks ties
@@ -175,7 +175,7 @@ class AllocationPlan:
         return None
 
     def can_place(self, workers: int) -> bool:
-        """Whether this many steps are left: a decision places at most one worker per GPU."""
+        """Whether steps are left to place this many workers: a decision places at most one worker per GPU."""
         fits = self.steps + workers <= self._most_steps
         self.exhausted = self.exhausted or not fits
         return fits
@@ -197,7 +197,7 @@ class AllocationPlan:
         return self.workers[job] - self.requests[job].min_workers
 
     def count_surplus_gpus(self) -> int:
-        """Return the GPUs of all surplus."""
+        """Return the number of GPUs of all surplus workers."""
         if self._surplus[0] != self.mark():
             surplus = sum(max(0, self.get_surplus(job)) * gpus for job, gpus in enumerate(self.gpus))
             self._surplus = self.mark(), surplus
@@ -213,14 +213,14 @@ class AllocationPlan:
         return 0.0 if self._moved[job] else self._values[job].compute_move_cost(self.workers[job])
 
     def find_worthwhile_growth(self, job: int) -> int | None:
-        """Return how many more workers on free GPUs make a job's gain exceed its pause; None if too many."""
+        """Return how many more workers make a job's gain exceed its pause; None if it cannot get that many."""
         now, request = self.workers[job], self.requests[job]
         most = min(request.max_workers, now + self.free_gpus // request.gpus)
         size = self._values[job].find_worthwhile_size(now, most)
         return None if size is None else size - now
 
     def price_worker(self, job: int, count: int = 1) -> float:
-        """Return the cost of the `count`-th worker given up by a job with surplus; the first includes the pause."""
+        """Return the cost of the `count`-th worker that a job with surplus gives up; the first also costs the pause."""
         left = self.workers[job] - count
         loss = self._values[job].compute_gain(left, left + 1)
         return loss + self.compute_pause(job) if count == 1 else loss
@@ -228,11 +228,11 @@ class AllocationPlan:
     def choose_victims(
         self, node: int, needed: int, allowed: Sequence[bool], limit: float | None = None
     ) -> list[int] | None:
-        """Choose workers of a node that free `needed` more GPUs; return their jobs, once per worker; None if too few.
+        """Choose workers on a node to free `needed` more GPUs; return their jobs, once per worker; None if too few.
 
-        Only `allowed` jobs give up surplus. With a `limit` (exclusive) of the total cost, the cheapest workers are
-        chosen; without one, those of the lowest priority, then the cheapest. The cost is infinite for a job whose pause
-        can never pay off, such as at its end. Ties go to the youngest job.
+        Only `allowed` jobs give up surplus. With a `limit` (exclusive) on the total cost, the cheapest workers are
+        chosen; without a limit, workers with the lowest priority are chosen first, and among these the cheapest. The
+        cost is infinite for a job whose pause can never pay off, such as at its end. Ties go to the youngest job.
         """
         gpus, requests, on_node = self.gpus, self.requests, self.on_node[node]
         offers: list[tuple[int, float, int, int]] = []

@@ -2,14 +2,15 @@
 
 A decision takes passes over one plan, each with three steps, until a pass changes nothing.
 
-1. Pending minima, by priority, then age, on free GPUs and on surplus, which is reclaimed from the lowest priority
-   upwards. (Surplus is the workers above a job's minimum.)
-2. Free GPUs, one worker at a time, to the largest weighted gain in log-speedup for each GPU, until none fits. T is
+1. Place the minima of pending jobs, by priority and then age, on free GPUs and on GPUs of surplus workers. (A job's
+   surplus is its workers above its minimum.) Surplus is reclaimed from the lowest priority upwards.
+2. Hand out free GPUs, one worker at a time, to the job with the largest weighted gain in log-speedup per GPU, until no
+    worker fits. T is
    concave, and so is log T, even minus the cost of a pause: a job's gains only fall, so taking the largest each time is
    optimal for workers of one size (Fox, "Discrete optimization via marginal analysis", Management Science 13, 1966).
    Proportional fairness maximizes the sum of log-speedups (Kelly, 1997), which is also the limit of Pollux's power mean
    of speedups (OSDI 2021, section 4.2) for p -> 0.
-3. Workers from jobs that lose little to jobs that gain much, if the difference exceeds the cost of both pauses.
+3. Move workers from jobs that lose little to jobs that gain much, if the difference exceeds the cost of both pauses.
 
 Every move gains more than it costs, so the passes end. The last pass changes nothing, and neither would another
 decision: run on its own result, the arbiter moves nothing.
@@ -55,8 +56,8 @@ def arbitrate(
 ) -> Allocation:
     """Decide how many workers each job has on each node.
 
-    `nodes` maps names to the GPUs that jobs may use there, `placements` job -> node -> current workers. Nodes missing
-    from `nodes` are lost, and jobs missing from `jobs` have ended.
+    `nodes` maps each node's name to the number of GPUs that jobs may use there. `placements` maps job -> node ->
+    current number of workers. Nodes missing from `nodes` are lost, and jobs missing from `jobs` have ended.
     """
     requests = sorted(jobs, key=lambda job: (-job.priority, job.submitted_s, job.name))
     names = sorted(nodes)
@@ -101,8 +102,9 @@ def arbitrate(
 def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
     """Take workers from nodes with fewer GPUs than are used, and from jobs with too many or too few workers.
 
-    Surplus of the lowest priority goes first, then minima, the youngest first. A job left below its minimum loses all
-    its workers, and gets its old places back if it is served. Return these places, by job: node -> workers.
+    Surplus workers with the lowest priority are taken first, then those of minima, the youngest job first. A job that
+    is left below its minimum loses all its workers, and gets its old places back if it is served later. Return these
+    places, for each job: node -> number of workers.
     """
 
     def rank(job: int) -> tuple[bool, float, float, int]:
@@ -127,10 +129,10 @@ def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
 
 
 def _admit_pending_jobs(plan: AllocationPlan, former: Sequence[Mapping[int, int]], impatient: Collection[int]) -> bool:
-    """Give waiting jobs their minimum, all of it or nothing; return whether a job was served.
+    """Give each waiting job its whole minimum, or nothing; return whether a job was served.
 
     No job falls below its minimum. A job that does not fit is passed over, unless it has waited so long that no later
-    job may start before it. A job that has lost some of its workers gets its `former` places back where they are free.
+    job may start before it. A job that has lost some of its workers gets its `former` places back if they are free.
     """
     waiting = [job for job in range(len(plan.requests)) if plan.is_waiting(job)]
     waiting.sort(key=lambda job: (-plan.requests[job].priority, plan.requests[job].submitted_s, job))
@@ -191,7 +193,8 @@ def _admit(
 def _search_surplus(plan: AllocationPlan, gpus: int) -> Iterator[tuple[int, list[int]]]:
     """Yield nodes where surplus makes room for a worker, and the jobs that give up workers there.
 
-    Surplus of higher priority is taken only if lower priorities have none. A node is repeated while it has surplus.
+    Surplus with a higher priority is taken only if lower priorities have none. A node is yielded again while it has
+    surplus.
     """
     allowed = [False] * len(plan.requests)
     givers = sorted(
@@ -215,7 +218,7 @@ def _search_surplus(plan: AllocationPlan, gpus: int) -> Iterator[tuple[int, list
 
 
 def _could_ever_fit(plan: AllocationPlan, job: int) -> bool:
-    """Whether a job would fit into the empty cluster; one that would not delays no other job."""
+    """Whether a job would fit into the empty cluster; a job that would not fit does not delay other jobs."""
     request = plan.requests[job]
     slots = 0
     for node, free in enumerate(plan.free):
@@ -260,7 +263,7 @@ def _grow_jobs(plan: AllocationPlan) -> bool:
 
 
 def _offer(plan: AllocationPlan, job: int) -> tuple[float, int, int] | None:
-    """Return the gain per GPU of a job's next workers, if it may have any: (minus gain, job, workers)."""
+    """Return the gain per GPU from a job's next workers as (minus gain, job, workers); None if it may have no more."""
     if plan.workers[job] >= plan.requests[job].max_workers or plan.is_waiting(job):
         return None
     count = 1 if plan.has_moved(job) else plan.find_worthwhile_growth(job)
@@ -308,7 +311,7 @@ def _exchange_workers(plan: AllocationPlan) -> bool:
 
 
 def _bid(plan: AllocationPlan, job: int) -> float:
-    """Return a job's gain from one more worker, minus its own pause; 0 if it may not have one."""
+    """Return a job's gain from one more worker, minus the cost of its pause; 0 if it may not have one more."""
     if plan.workers[job] >= plan.requests[job].max_workers or plan.is_waiting(job):
         return 0.0
     return plan.compute_gain(job) - plan.compute_pause(job)
@@ -317,7 +320,8 @@ def _bid(plan: AllocationPlan, job: int) -> float:
 class _SurplusJobs:
     """Jobs with surplus, by the cost per GPU of losing a worker; one queue per size of requested workers.
 
-    A node without room for workers of one size is not checked again for that size in this pass: bids for it only fall.
+    If a node has no room for workers of some size, it is not checked again for this size in this pass, since bids only
+    fall.
     """
 
     def __init__(self, plan: AllocationPlan) -> None:

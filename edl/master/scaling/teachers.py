@@ -5,17 +5,17 @@ a utilization u is
 
     N* = ceil(sum d / (u mu))
 
-which is DS2's rule (Kalavri et al., "Three steps is all you need: fast, accurate, automatic scaling decisions for
-distributed streaming dataflows", OSDI 2018): true rates, measured over busy time, give the number in one step, without
-search.
+which is the rule of DS2 (Kalavri et al., "Three steps is all you need: fast, accurate, automatic scaling decisions for
+distributed streaming dataflows", OSDI 2018). True rates, which are measured over busy time, give the number in one
+step, without a search.
 
-Between the loads at which the number moves up or down is a band in which nothing moves, and a move down waits for the
-largest N* of a long window, like the tolerance and the stabilization window of Kubernetes' HorizontalPodAutoscaler. A
-wanted teacher counts before it exists, so none is requested twice. A step up is judged once its teachers are ready, and
-undone if it gained too little.
+Between the loads at which the number moves up or down is a band in which it does not move. A move down goes only to the
+largest N* in a long window. These two correspond to the tolerance and the stabilization window of Kubernetes'
+HorizontalPodAutoscaler. A wanted teacher counts before it exists, so no teacher is requested twice. A step up is judged
+once its teachers are ready, and undone if it gained too little.
 
 From any state, constant d and mu lead to three moves at most: a step, its reversal, and a step up or down. If students
-wait nearly all the time, d is mostly noise, and the number is at most doubled until they do not.
+wait nearly all the time, d is mostly noise; until they wait less, the number is at most doubled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NO_TIMES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class TeacherScalingSettings:
-    """Settings of the decision about teachers, with durations in seconds; SettingsError if the bounds are no range."""
+    """Settings of the decision about teachers, with durations in seconds; SettingsError if the bounds are invalid."""
 
     utilization: float = 0.8  # u, the share of time that N* teachers spend computing
     up_above: float = 0.9  # scale up if demand is above this share of their capacity
@@ -105,7 +105,7 @@ def observe_teachers(load: ServiceLoad, now_s: float) -> TeacherObservation:
 
 
 def required_teachers(observation: TeacherObservation, settings: TeacherScalingSettings | None = None) -> int | None:
-    """Return N*, the number of teachers that would suffice now, regardless of the bounds; None without a known rate.
+    """Return N*, the number of teachers that would suffice now, ignoring the bounds; None if no rate is known.
 
     It is at most `most_growth` times the ready teachers if students wait nearly all the time.
     """
@@ -123,7 +123,7 @@ def required_teachers(observation: TeacherObservation, settings: TeacherScalingS
 
 @dataclass(frozen=True)
 class ScalingStep:
-    """A step up that is not judged yet."""
+    """A step up that has not been judged yet."""
 
     before: int
     count: int
@@ -168,14 +168,14 @@ class TeacherDecision:
 def decide_teachers(
     state: TeacherScalingState, observation: TeacherObservation, settings: TeacherScalingSettings | None = None
 ) -> tuple[TeacherScalingState, TeacherDecision]:
-    """Decide how many teachers a service should have. Call it every few seconds, with the state it last returned."""
+    """Decide how many teachers a service should have. Call this every few seconds, with the last returned state."""
     decider = _Decider(state, observation, settings or TeacherScalingSettings())
     count, reason = decider.decide()
     return replace(decider.state, wanted=count), TeacherDecision(count, decider.before, reason)
 
 
 class _Decider:
-    """Computes one decision: `state` becomes the next one's input."""
+    """Computes one decision: `state` becomes the input of the next decision."""
 
     def __init__(
         self, state: TeacherScalingState, observation: TeacherObservation, settings: TeacherScalingSettings

@@ -1,14 +1,16 @@
 """Why a worker's process or pod ended, and what to do about it: pure functions.
 
-No single source tells why. An exit code of 137 is a SIGKILL from anyone; Kubernetes says `OOMKilled` only if the
-container's first process died of it; a lost node says nothing at all. So `find_termination_cause` weighs the evidence,
+No single source says why. Exit code 137 means a SIGKILL from any sender. Kubernetes reports `OOMKilled` only if the
+container's first process was killed for lack of memory. A lost node reports nothing at all. So `find_termination_cause`
+weighs the evidence,
 the most specific first: the agent's findings about its hardware, then memory, then the fate of the pod and its node,
 and only then exit codes and signals.
 
-`decide_relaunch` looks up the cause, and how many times in a row it happened, in one table. It handles pods that have
-ended; before that, `edl run` has restarted its workers in the pod. In each table row, the cheapest action comes first,
-but a known remedy comes at once (more memory, another node). After the last action the job stops. Causes in the cluster
-(preemption, a lost node, missing nodes) have no last action: they are not the job's fault, and may go on for days.
+`decide_relaunch` looks up the action in one table, by the cause and how many times in a row it occurred. It handles
+pods that have ended; before a pod ends, `edl run` restarts its workers in the pod. In each table row, the cheapest
+action comes first, unless a remedy is known (more memory, another node), which is then used at once. After the last
+action, the job stops. Causes that lie in the cluster (preemption, a lost node, missing nodes) have no last action: they
+are not the job's fault, and may recur for days.
 
 The agent's exit codes and messages are in `edl.collective.agent.ending`, not imported here; a test compares the two.
 """
@@ -122,7 +124,7 @@ _BY_REASON: Final[Mapping[TerminationCause, frozenset[str]]] = {
         }
     ),
 }
-"""In the order of trust in a pod's status."""
+"""Reasons in a pod's status, the most trustworthy first."""
 _NO_ROOM_PREFIX: Final = "OutOf"  # plus a resource: OutOfcpu, OutOfnvidia.com/gpu
 _CRASHES: Final = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
@@ -131,7 +133,7 @@ _LEAVING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 def find_termination_cause(report: TerminationReport) -> TerminationVerdict:
-    """Return why a worker ended; every field of the report may be missing."""
+    """Return why a worker ended; any field of the report may be missing."""
     number, code = _read_exit(report)
     if code == 0 and not number:
         return TerminationVerdict(TerminationCause.SUCCEEDED, "exit code 0")
@@ -146,7 +148,7 @@ def find_termination_cause(report: TerminationReport) -> TerminationVerdict:
 
 
 def _read_exit(report: TerminationReport) -> tuple[int, int | None]:
-    """Return the signal that ended the worker, 0 for none, and its exit code, None if there is none."""
+    """Return the signal that ended the worker (0 for none), and the worker's exit code (None if there is none)."""
     code = report.exit_code
     if report.signal:
         return report.signal, None
@@ -177,7 +179,7 @@ def _find_by_memory(report: TerminationReport, number: int) -> TerminationVerdic
 
 
 def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> TerminationVerdict | None:
-    """Return the pod's fate: first by reasons in its status, then by events, but only if its end fits them.
+    """Return the pod's fate by the reasons in its status, else by its events, but only if they fit how it ended.
 
     Events outlive their causes: a node may have been unreachable for a moment long before the script raised.
     """
@@ -250,7 +252,7 @@ def _read_count(values: dict[str, Any], name: str, largest: int) -> int | None:
 
 
 MEMORY_STEP: Final = 1.5
-"""Three steps give 3.4 times the request; a need beyond that is a leak rather than a wrong estimate."""
+"""Three steps give 3.4 times the request; if a worker needs more, the cause is a leak rather than a wrong estimate."""
 _FIRST_DELAY_S: Final = 10.0  # before a second new pod; doubled each time, like the kubelet's CrashLoopBackOff
 _MAX_DELAY_S: Final = 300.0  # also the limit of the kubelet's CrashLoopBackOff
 
@@ -307,7 +309,7 @@ RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
 def decide_relaunch(
     cause: TerminationCause, count: int, table: Mapping[TerminationCause, tuple[RelaunchRule, ...]] = RELAUNCH_TABLE
 ) -> RelaunchDecision:
-    """Decide the action after a worker's end, the `count`-th in a row (from 1) with this cause without progress."""
+    """Decide the action after a worker's end, the `count`-th (from 1) with this cause in a row without progress."""
     left = count
     for rule in table[cause]:
         if rule.times is None or left <= rule.times:

@@ -2,9 +2,9 @@
 
 **Throughput.** A step of n workers takes a + b n seconds for n samples, one per worker: `a` is the time of a worker
 alone, `b` the time that each worker adds to all (synchronization). So T(n) = n / (a + b n), and n / T is linear in n:
-weighted least squares on the job's own measurements has a closed-form solution. `a` and `b` are at least 0. With b = 0
-throughput grows in proportion to n, with a = 0 it does not grow at all; in between it is concave, which
-`edl.master.scaling.arbitration` relies on.
+weighted least squares on the job's own measurements has a closed-form solution. `a` and `b` are at least 0. If b = 0,
+throughput grows in proportion to n; if a = 0, it does not grow at all. In between it is concave, and
+`edl.master.scaling.arbitration` relies on that.
 
 **The decision.** With remaining work W, n' workers need R = W / T(n') seconds, and the present n need R T(n') / T(n).
 The move saves the difference, and costs a pause of C seconds, so n' is better if and only if (T(n') / T(n) - 1) R > C.
@@ -16,7 +16,8 @@ exactly two things. The first is the damping factor of its section 4.2 for the s
 
     REALLOC_FACTOR = (age - moves C) / (age + C)
 
-It assumes that the job keeps moving as often as so far. Here it multiplies T(n'). The second is the exploration of
+This factor assumes that the job will keep moving as often as it has so far. Here it multiplies T(n'). The second is the
+exploration of
 section 4.1: an untried size is predicted by the fitted line, or by perfect scaling if only one size is known, but only
 up to twice the largest tried size.
 """
@@ -59,7 +60,7 @@ class ThroughputModel:
         return workers / (self.a + self.b * workers)
 
     def compute_efficiency(self, workers: float) -> float:
-        """Return T(n) / (n T(1)): 1 if a worker does as much beside n - 1 others as alone."""
+        """Return T(n) / (n T(1)), which is 1 if a worker does as much beside n - 1 other workers as alone."""
         return (self.a + self.b) / (self.a + self.b * workers)
 
 
@@ -80,7 +81,7 @@ class ThroughputHistory:
     sizes: Mapping[int, SizeRecord] = field(default_factory=lambda: MappingProxyType({}))
 
     def record_rate(self, workers: int, rate: float, now_s: float) -> ThroughputHistory:
-        """Return the history with one more sample: `rate` per second of the whole job, without its pauses.
+        """Return the history with one more sample: `rate` is that of the whole job per second, without its pauses.
 
         Rates that say nothing about T (0 or not finite) are ignored.
         """
@@ -161,18 +162,18 @@ class UnitRates:
 
 
 class WorkLeft:
-    """Tracks how much of a job's data is done, and estimates when all will be, at the rate of the present size."""
+    """Tracks how much of a job's data is done, and estimates when all is done at the rate of the present size."""
 
     def __init__(self) -> None:
         self._growth = UnitRates(_WINDOW_S)
         self._rates: dict[str, float] = {}
 
     def resize(self) -> None:
-        """Restart rates after a change of the job's size; the last one counts until there is a new one."""
+        """Restart rates after a change of the job's size; the last rate is used until a new rate is known."""
         self._growth = UnitRates(_WINDOW_S)
 
     def look(self, datasets: Sequence[Mapping[str, Any]], now_s: float) -> float | None:
-        """Record the progress; return the seconds until all data is done; None if a set is endless or has no rate."""
+        """Record the progress; return the seconds until all data is done; None if one set is endless or has no rate."""
         unfinished = {str(dataset.get("name")): dataset for dataset in datasets if dataset.get("finished") is not True}
         done = {name: read_number(dataset.get("units_done")) for name, dataset in unfinished.items()}
         rates = self._growth.look(done, now_s)
@@ -195,7 +196,7 @@ class WorkLeft:
 
 
 def read_number(value: object) -> float:
-    """Return a number from a report, which anyone may have written to the Store; 0 if it is not one."""
+    """Return a number from a report, which anyone may have written to the Store; 0 if the value is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return 0.0
     return float(value) if 0 <= value <= 1e18 else 0.0
@@ -226,7 +227,7 @@ class WorkerDecision:
 
 
 def compute_realloc_factor(age_s: float, moves: int, pause_s: float) -> float:
-    """Return Pollux's REALLOC_FACTOR, 0 to 1: the share of time in which a job makes steps if it keeps moving so."""
+    """Return Pollux's REALLOC_FACTOR, 0 to 1: the share of time spent on steps if the job keeps moving at this rate."""
     if pause_s <= 0:
         return 1.0
     return max(0.0, age_s - moves * pause_s) / (age_s + pause_s)
@@ -252,7 +253,7 @@ def decide_workers(observation: WorkerObservation) -> WorkerDecision:
 
 
 def _grow(observation: WorkerObservation, model: ThroughputModel, reach: int) -> WorkerDecision:
-    """Return `reach`, the largest useful size and so the best, if moving there is worth the pause."""
+    """Return `reach`, which is the best size as it is the largest useful one, if moving there is worth the pause."""
     now, pause_s = observation.workers, observation.pause_s
     if reach <= now:
         limit = f"{now} is the most it takes" if now >= observation.max_workers else "more would help too little"
@@ -271,7 +272,7 @@ def _grow(observation: WorkerObservation, model: ThroughputModel, reach: int) ->
 
 
 def _give_back(observation: WorkerObservation, model: ThroughputModel, count: int) -> WorkerDecision:
-    """Return `count`, at which workers are efficient enough again, unless the job is about to end."""
+    """Return `count`, the size at which workers are efficient enough again, unless the job is about to end."""
     now = observation.workers
     efficiency = f"a worker of {now} does {model.compute_efficiency(now):.0%} of what it would do alone"
     if _remaining_s(observation, model, now) <= observation.pause_s:

@@ -1,4 +1,4 @@
-"""The server side of a job's master: leads or stands by, answers workers, and journals before it answers."""
+"""The server side of a job's master: it leads or stands by, and journals each command before it answers the worker."""
 
 from edl.master.server.master_server import MasterServer, MasterSettings
 

@@ -2,9 +2,9 @@
 
 The candidate elected in the Store takes over the journal, which fences the previous master, replays it, and answers
 workers until it is stopped, the journal fails, or another candidate leads. Its candidacy may expire while the Store is
-unreachable; it continues, because no other master can journal anything without fencing it.
+unreachable. It continues to lead, because no other master can journal anything without fencing it.
 
-A leader's report remains in the Store, so that the next one can check that it has the right journal.
+A leader's report remains in the Store, so that the next leader can check that it has the right journal.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class MasterSettings:
     """Settings of a master.
 
     Attributes:
-        store: URL of the Store in which masters of the job compete, and workers find the leader. Default: from the
-            environment.
+        store: URL of the Store in which the job's masters compete, and in which workers find the leader. Default: from
+            the environment.
         journal: Where the state is kept: `sqlite:///absolute/path`, or `store:` for the Store itself. A master on
             another host can take over only with `store:`.
         host: Address to listen on; `::` or `0.0.0.0` for all addresses of this host.
         port: Port to listen on; 0 for any.
         lease_s: Seconds after which another master takes over from a lost leader.
-        begin_anew: Start the job over, with an empty or different journal. When this master begins to lead, it sets
-            aside an existing journal file.
+        begin_anew: Start the job over, with an empty or a different journal. When this master begins to lead, it
+            renames an existing journal file to set it aside.
         retry_poisoned: Requeue poisoned shards when this master begins to lead.
         credentials: Certificates and tokens to serve with.
     """
@@ -109,18 +109,18 @@ class MasterSettings:
 
 
 class MasterServer(LoopServer):
-    """A candidate in threads of its own: never blocks its caller, and runs until it is closed or fails.
+    """A candidate that runs in its own threads: it never blocks its caller, and runs until it is closed or fails.
 
     Args:
         job: Name of the job.
         settings: Settings of this candidate.
-        datasets: Specifications by name, which the leader creates; equal ones may exist. If an existing data set of the
-            same name differs, `failure` is a ConflictError that says how.
+        datasets: Specifications, by name, of data sets that the leader creates; identical data sets may already exist.
+            If an existing data set with the same name differs, `failure` is a ConflictError that says how.
         metrics: Registry for the master's own metrics. Default: a new one.
 
     Raises:
         SettingsError: The address, the credentials, the Store's URL or a specification cannot be used.
-        DiscoveryError: Another program listens there, or the Store's file cannot be opened.
+        DiscoveryError: Another program listens at the address, or the Store's file cannot be opened.
 
     Attributes:
         endpoint: Address at which this candidate listens.
@@ -177,7 +177,7 @@ class MasterServer(LoopServer):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this candidate answers."""
+        """Whether this candidate leads and answers workers."""
         return self._servicer.term is not None
 
     def wait_leading(self, timeout_s: float) -> bool:
@@ -381,7 +381,7 @@ class MasterServer(LoopServer):
             self._writing = start_call("edl-master-report", self._write_reports)
 
     def _write_reports(self) -> None:
-        """Write the newest report to the Store, in a thread; if the Store is unreachable, the next report is tried."""
+        """Write the newest report to the Store, in a thread; if the Store is unreachable, retry with the next."""
         key = report_key(self.job)
         while (report := self._newest) is not None:
             self._newest = None
@@ -417,7 +417,7 @@ class MasterServer(LoopServer):
         }
 
     async def _leader(self, election: Election) -> dict[str, Any] | None:
-        """Ask the Store which master leads; None if none does, or the Store is unreachable."""
+        """Ask the Store which master leads; None if no master leads, or the Store is unreachable."""
         try:
             value = await asyncio.wrap_future(start_call("edl-master-rival", election.leader))
             found = json.loads(value or b"null")
@@ -446,7 +446,7 @@ class MasterServer(LoopServer):
             )
 
     async def _sleep(self, seconds: float) -> bool:
-        """Wait until this master is stopped; return whether it is."""
+        """Wait for some seconds, or until this master is stopped; return whether it is stopped."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
         return self._stop.is_set()
@@ -485,7 +485,7 @@ def check_continued(last: Mapping[str, Any] | None, term: int, journal: str) -> 
 
 
 def check_data(book: ShardBook, datasets: Mapping[str, messages.DatasetSpec]) -> None:
-    """Raise ConflictError if `book` has different data under a name, or cuts them differently."""
+    """Raise ConflictError if `book` has different data under one of the names, or divides these differently."""
     for name, asked in datasets.items():
         if name not in book.datasets:
             continue

@@ -1,13 +1,13 @@
-"""A term of a leading master: the state, its journal, session clocks, workers' calls, the report.
+"""A term of a leading master: the state and its journal, session clocks, workers' calls, and the report.
 
 Commands are ordered by the event loop, which applies them to the book at once. A thread journals them in groups:
-commands that arrive during a commit form the next group. Nothing is answered before it is in the journal, not even a
-refusal: its reason may be a command that is not in the journal yet.
+commands that arrive during a commit form the next group. No command is answered before it is in the journal. Refusals
+also wait for the journal: the reason for a refusal may be a command that is not in the journal yet.
 
-Clocks are kept here, not in the book, so an expiry becomes a command as well.
+Clocks are kept here, not in the book, so an expiry becomes a command, too.
 
-`master.proto` is the table of calls: a method whose request is a kind of `Command` is applied to the book, `Next` is a
-stream of such requests, and every other method reads.
+`master.proto` is the table of calls: if a method's request is a kind of `Command`, the request is applied to the book;
+`Next` is a stream of such requests; every other method only reads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IDLE_S: Final = 3600.0  # the committing thread is always woken sooner
 _GROUP: Final = 512  # commands per commit: with more, the first of them would wait too long
 _SNAPSHOT_NBYTES: Final = 32 << 20  # of commands until a snapshot replaces them: replaying them takes seconds
 _COMMAND_NBYTES: Final = 320
-"""Bytes added for each command: 100,000 small ones take as long to replay as 32 MB of large ones."""
+"""Bytes added to the size of each command: 100,000 small commands take as long to replay as 32 MB of large commands."""
 _EVENTS: Final = 50
 _NBYTES: Final = 200_000  # largest report: a value in the Store may take 256 KiB
 _HOLDERS: Final = 200  # listed per data set, the busiest first
@@ -57,7 +57,7 @@ class LeaseClock:
         self._silent: set[str] = set()  # whose leases have ended since they were last heard
 
     def hear(self, session: str) -> None:
-        """Note a sign of life of a session."""
+        """Note that a session has been heard from."""
         self._heard[session] = self._now
         self._silent.discard(session)
 
@@ -66,11 +66,11 @@ class LeaseClock:
         return self._now - self._heard.get(session, self._now)
 
     def due(self, limits: Mapping[str, tuple[float, float]]) -> tuple[list[str], list[str]]:
-        """Advance; return sessions whose leases have ended since the last check, and sessions that have ended.
+        """Advance the clock; return sessions whose leases ended since the last check, and sessions that have ended.
 
-        `limits` maps each live session to the seconds of silence after which its leases end, and after which it ends
-        itself. A session counts as heard when it first appears here: gRPC cancels the call of a worker that died, so a
-        session may be open although `open_session` did not return.
+        `limits` maps each live session to two numbers of seconds: the silence after which its leases end, and the
+        silence after which the session itself ends. A session counts as heard when it first appears here: gRPC cancels
+        the call of a worker that died, so a session may be open although `open_session` did not return.
         """
         at = self._monotonic()
         self._now += min(at - self._seen, PAUSE_S)
@@ -90,7 +90,7 @@ class LeaseClock:
 
 
 class _Entry(NamedTuple):
-    """A task of the committing thread, and the future that waits for it."""
+    """A task for the committing thread, and the future that waits for the task."""
 
     answered: asyncio.Future[None]
     record: bytes | None = None
@@ -101,8 +101,9 @@ class Term:
     """Accepts commands as long as the journal does. Use it only in the thread of the event loop that created it.
 
     `journal` assigned the term's `number`, and `close` closes it; `book` is the state in the journal. If a write to the
-    journal fails, `failure` says why, `ended` is set, and nothing is answered from then on. `observe` is called with
-    the seconds of each commit, in the committing thread. `replayed` commands of the journal are in no snapshot.
+    journal fails, `failure` says why, `ended` is set, and no command is answered from then on. `observe` is called with
+    the seconds that each commit took, in the committing thread. `replayed` is how many commands in the journal are not
+    in a snapshot yet.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class Term:
     async def submit(self, command: messages.Command) -> Any:
         """Apply a command; return the book's answer once the journal has the command.
 
-        An EDLError of the book is a refusal, which has changed nothing. After a ClosedError its fate is unknown.
+        An EDLError from the book is a refusal, which has changed nothing. After a ClosedError, the command's fate is
+        unknown.
         """
         self._check()
         command.time_ms = round(time.time() * 1000)
@@ -155,7 +157,7 @@ class Term:
         return answer
 
     async def settled(self) -> None:
-        """Wait until the journal has everything applied so far; ClosedError as for `submit`."""
+        """Wait until the journal has every command applied so far; ClosedError as for `submit`."""
         self._check()
         await self._append()
 
@@ -172,7 +174,7 @@ class Term:
         return reply
 
     async def turn(self, turn: messages.Turn) -> messages.NextReply:
-        """Take a session's reports; return its shards, in a reply not to be changed. Turn 0 is only a heartbeat."""
+        """Apply a session's reports; return its shards in a reply not to be changed. Turn 0 is only a heartbeat."""
         self.clock.hear(turn.session)
         if turn.request == 0:
             if turn.session not in self.book.sessions:
@@ -182,7 +184,7 @@ class Term:
         return reply
 
     async def tick(self) -> None:
-        """Expire whatever was not renewed, and record the events."""
+        """Expire leases and sessions that were not renewed, and record the book's events."""
         specs = {session: info.dataset.spec for session, info in self.book.sessions.items()}
         silent, over = self.clock.due({session: (spec.lease_s, spec.session_s) for session, spec in specs.items()})
         leases = [lease for session in silent for lease in self.book.sessions[session].leases]

@@ -1,4 +1,4 @@
-"""Shard ownership of data sets: a book that only commands change, so that replaying them rebuilds it."""
+"""Shard ownership of data sets: a book that only commands change, so that replaying the commands rebuilds the book."""
 
 from __future__ import annotations
 

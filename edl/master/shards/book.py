@@ -1,4 +1,4 @@
-"""All data sets of a job and their readers: a state that only commands change.
+"""The state of all data sets of a job and of their readers, which only commands change.
 
 A command is a message from a worker, or one that the master derives from its clocks. The book has no other input, so
 the same commands give the same book, down to the bytes of its snapshot.
@@ -27,31 +27,34 @@ from edl.quoting import shown
 
 _SNAPSHOT: Final = b"EDL book\0"
 _MOST_WANTED: Final = 10_000
-"""Most shards requested or reported per turn: a reply of about 300 KB, and 20 ms during which all other turns wait."""
+"""Most shards requested or reported per turn: the reply then has about 300 KB, and all other turns wait for 20 ms."""
 _MOST_EVENTS: Final = 1000  # a replay of commands, which removes none, must not accumulate them
 _MOST_ENDED: Final = 1024  # ended sessions and leases remembered: late reports arrive within minutes
 _MOST_EXPLAINED: Final = 20
 """Refused reports per turn that name the shard's current holder: with ten thousand leases, a search takes 1 ms."""
 _WAIT_S: Final = 0.5
-"""Interval at which a reader that got nothing asks again: a thousand waiting readers cost 2,000 turns a second."""
+"""Interval at which a reader that got no shard asks again: a thousand waiting readers send 2,000 turns a second."""
 
 
 class ShardBook:
-    """The shards of a job's data sets. A command that raises has changed nothing. Not thread-safe.
+    """The shards of a job's data sets. A command that raises an error has changed nothing. Not thread-safe.
 
-    - Every shard is leased to one session at a time, and done once unless a reader goes back to an earlier mark.
-    - A report is accepted from the session that holds the lease, by its id and term, and otherwise refused with a
-      reason.
-    - An epoch's shards are leased once the previous epoch has none left to lease, even if some are in progress: neither
-      a straggler nor a reader yet to make a mark stops others. Returned ranges of older epochs are leased first.
+    - Every shard is leased to only one session at a time, and is done only once unless a reader goes back to an earlier
+      mark.
+    - A report identifies its lease by id and term. It is accepted from the session that holds the lease, and otherwise
+      refused with a reason.
+    - An epoch's shards are leased once the previous epoch has none left to lease, even if some of its shards are in
+      progress. So neither a straggler nor a reader that has yet to make a mark stops other readers. Returned ranges of
+      older epochs are leased first.
 
     Attributes:
         term: Term of the present master; 0 before the first.
         version: Number of commands that changed anything. Not part of a snapshot.
         datasets: Data sets by name, in the order of their creation. Only commands change them.
         sessions: Live sessions by id. Only commands change them.
-        events: The last thousand events for people, each with its kind (`ended`, `poisoned`, `restored`, `resumed`,
-            `retried` or `session_ended`), the data set, what happened, and why. The caller removes them.
+        events: The last thousand events, for people to read: each has its kind (`ended`, `poisoned`, `restored`,
+            `resumed`, `retried` or `session_ended`), the data set, what happened, and why. The caller removes the
+            events.
     """
 
     def __init__(self) -> None:
@@ -81,7 +84,7 @@ class ShardBook:
 
     @staticmethod
     def restore(data: bytes) -> ShardBook:
-        """Return the book of a snapshot; ProtocolError if the bytes are no snapshot, damaged or newer."""
+        """Return the book in a snapshot; ProtocolError if the bytes are not a snapshot, or are damaged or newer."""
         message = open_envelope(_SNAPSHOT, "snapshot of a book of shards", data, master.BookState)
         book = ShardBook()
         book.term = message.term
@@ -100,9 +103,9 @@ class ShardBook:
     def apply(self, command: master.Command) -> Any:
         """Apply a command, new or from the journal; return the reply, which must not be changed.
 
-        Commands of the master itself have no reply. A refusal is a SettingsError (malformed, or it names an unknown
-        data set or session), ConflictError (the name, number or mark is taken), LeaseLostError (the session has ended)
-        or ProtocolError (it contains damaged progress).
+        Commands from the master itself have no reply. A refused command raises a SettingsError (the command is
+        malformed, or refers to an unknown data set or session), ConflictError (the name, number or mark is taken),
+        LeaseLostError (the session has ended) or ProtocolError (the command contains damaged progress).
         """
         kind = command.WhichOneof("kind")
         if kind is None:
@@ -321,7 +324,7 @@ class ShardBook:
     def _pop_lease(
         self, session: ReaderSession, lease_id: int, term: int, reply: master.NextReply
     ) -> ShardLease | None:
-        """Take a lease from its session; if the session does not hold it, refuse the report."""
+        """Remove a lease from its session; if the session does not hold the lease, refuse the report."""
         lease = session.leases.get(lease_id)
         if lease is None or lease.term != term:
             reason = self._why_refused(lease_id, search=len(reply.refused) < _MOST_EXPLAINED)
@@ -383,7 +386,7 @@ class ShardBook:
             dataset.give_back(lease)
 
     def _end_session(self, session: ReaderSession, reason: str, *, expired: bool = False, keep: bool = False) -> None:
-        """End a session: its leases are requeued, and without `keep` also units that no mark covers."""
+        """End a session and requeue its leases; without `keep`, also requeue units that no mark covers."""
         dataset = session.dataset
         for lease in list(session.leases.values()):
             self._end_lease(lease, reason, expired=expired)

@@ -1,13 +1,13 @@
-"""A data set's state: units not handed out, returned and given up, its readers, and all of this as messages.
+"""A data set's state: units not handed out yet, returned units, units given up, and readers; and its messages.
 
-A shard that was not handed out yet, or is done, has no record: only the cursor's position tells which. So a million
-shards cost as much as a thousand.
+A shard that was not handed out yet, or that is done, has no record: only the cursor's position tells these two apart.
+So a million shards need no more memory than a thousand.
 
 Readers of a data set with commit="checkpoint" make marks, and units covered by a mark are done. A reader's history
-contains its last marks and the units consumed between them, so a new session can go back to one.
+contains its last marks and the units consumed between them, so a new session can go back to one of these marks.
 
-Snapshots and progress may be read by a different version of EDL, so they start with their type and format, and end with
-a checksum.
+Snapshots and saved progress may be read by a different version of EDL, so the bytes start with their type and format,
+and end with a checksum.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _MOST_HOLDERS: Final = 500  # shown; about 100 bytes of JSON each
 
 
 def seal(magic: bytes, message: Message) -> bytes:
-    """Return a message as bytes that start with `magic`, which identifies their type."""
+    """Return a message as bytes that start with `magic`, which identifies the type of the message."""
     body = magic + bytes([_FORMAT]) + message.SerializeToString(deterministic=True)
     return body + zlib.crc32(body).to_bytes(_CHECKSUM_NBYTES, "big")
 
 
 def open_envelope(magic: bytes, what: str, data: bytes, kind: type[M]) -> M:
-    """Return the message of type `kind` in bytes from `seal`, or raise ProtocolError, in which `what` names them."""
+    """Return the message of type `kind` in bytes from `seal`, or raise a ProtocolError that calls the bytes `what`."""
     if data[: len(magic)] != magic:
         raise ProtocolError(f"{len(data):,} bytes are not a {what}")
     body, checksum = data[:-_CHECKSUM_NBYTES], data[-_CHECKSUM_NBYTES:]
@@ -83,19 +83,19 @@ class ShardLease:
     marked: int  # units before it are covered by a mark of the reader; `start` until there is one
 
     def message(self) -> master.Lease:
-        """Return it as a wire message."""
+        """Return this lease as a wire message."""
         return master.Lease(
             id=self.id, term=self.term, epoch=self.epoch, shard=self.shard, start=self.start, stop=self.stop
         )
 
     def part(self, start: int, stop: int) -> master.ShardRange:
-        """Return a range of it."""
+        """Return a range of this lease's shard."""
         return master.ShardRange(epoch=self.epoch, shard=self.shard, start=start, stop=stop)
 
 
 @dataclass(slots=True, eq=False)
 class ReaderSession:
-    """A reader's session, from opening to end."""
+    """A reader's session, from its opening to its end."""
 
     id: str  # random
     holder: str  # the name that people see
@@ -107,14 +107,14 @@ class ReaderSession:
     resume: tuple[master.Resume, master.ResumeReply] | None = None
 
     def open_parts(self) -> list[master.ShardRange]:
-        """Return the parts that it has leased and not consumed."""
+        """Return the parts of shards that the session has leased and not consumed."""
         leases = self.leases.values()
         return [lease.part(lease.marked, lease.stop) for lease in leases if lease.marked < lease.stop]
 
 
 @dataclass(slots=True)
 class ReaderHistory:
-    """The ranges that a reader consumed in all its sessions, as far back as it may go."""
+    """The ranges that a reader consumed in all its sessions, since the earliest mark that it can still go back to."""
 
     session: str  # the latest
     holder: str  # the name that people see
@@ -123,13 +123,13 @@ class ReaderHistory:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing was consumed and nothing marked."""
+        """Whether the reader has consumed nothing and marked nothing."""
         return len(self.marks) == 1 and not self.marks[0].mark and not self.pending
 
 
 @dataclass(eq=False)
 class DatasetShards:
-    """A data set's shards. Only `retry`, `mark`, `find_mark` and `at_progress` validate the command."""
+    """A data set's shards. Only `retry`, `mark`, `find_mark` and `at_progress` check that the command is valid."""
 
     name: str
     spec: master.DatasetSpec  # with defaults filled in; `index` as it was at the creation
@@ -150,17 +150,17 @@ class DatasetShards:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to hand out and no reader has anything; shards given up do not count."""
+        """Whether nothing is left to hand out and no reader has a lease; shards given up do not count."""
         return not self.leased and not self.returned and self.cursor.at_end
 
     @property
     def is_done(self) -> bool:
-        """Whether also every reported unit is covered by a mark."""
+        """Whether the data set is finished and a mark covers every reported unit."""
         return self.is_finished and not self.provisional_units
 
     @property
     def provisional_units(self) -> int:
-        """Units that live sessions reported and no mark covers yet."""
+        """Number of units that live sessions have reported and that no mark covers yet."""
         return sum(part.stop - part.start for part in self._provisional())
 
     def _provisional(self) -> list[master.ShardRange]:
@@ -168,7 +168,7 @@ class DatasetShards:
         return [part for history in histories for part in history.pending]
 
     def describe(self, *, index: bool = True) -> master.DatasetReply:
-        """Return what a reader needs to know; without the index where each line of a growing source would copy it."""
+        """Return what a reader needs to know; `index` is False where each line of a growing source would copy it."""
         reply = master.DatasetReply(dataset=self.name, spec=self.spec, units=self.cursor.units, ended=self.cursor.ended)
         if not index:
             reply.spec.ClearField("index")
@@ -177,9 +177,10 @@ class DatasetShards:
         return reply
 
     def status(self) -> dict[str, Any]:
-        """Return the status for people: counts, the poisoned shards with reasons, and the readers.
+        """Return the status for people to read: counts, the poisoned shards with reasons, and the readers.
 
-        A shard with parts in several states counts as poisoned, else doing, else todo.
+        A shard with parts in several states counts as poisoned if any part is, else as doing if any part is, else as
+        todo.
         """
         spec, cursor = self.spec, self.cursor
         poisoned = set(self.poisoned)
@@ -249,7 +250,7 @@ class DatasetShards:
             at_risk = any(self._is_at_risk((lease.epoch, lease.shard)) for lease in session.leases.values())
 
         def may_take(key: ShardKey) -> bool:
-            """Hand out only one shard at risk of being given up: several would be given up with the guilty one."""
+            """Hand out only one shard at risk of being given up: if it ends the reader, others are given up too."""
             nonlocal at_risk
             if not self._is_at_risk(key):
                 return True
@@ -257,7 +258,7 @@ class DatasetShards:
             return not refused
 
         def may_retry(key: ShardKey) -> bool:
-            """Withhold a shard from the holder that failed it: one broken machine should not get it given up."""
+            """Withhold a shard from the holder where it failed: one broken machine must not use up all attempts."""
             failures = self.failures.get(key)
             return (alone or not failures or failures[-1].holder != session.holder) and may_take(key)
 
@@ -277,7 +278,7 @@ class DatasetShards:
         return failures is not None and len(failures) >= self.spec.max_failures - 1
 
     def finish(self, lease: ShardLease, stop: int) -> None:
-        """Count the units of a lease up to `stop` as done. The caller handles the rest."""
+        """Count the units of a lease up to `stop` as done. The caller handles the remaining units."""
         if stop <= lease.marked:
             return
         self.units_done += stop - lease.marked
@@ -292,7 +293,7 @@ class DatasetShards:
             self.returned.add((lease.epoch, lease.shard), lease.marked, lease.stop)
 
     def fail(self, lease: ShardLease, reason: str, time_ms: int, *, late: bool) -> bool:
-        """Count a failure of a lease; requeue its rest (`late`: last) or give it up; return whether it was given up."""
+        """Count a failure of a lease; requeue its rest (last if `late`) or give it up; return whether it gave up."""
         if lease.marked >= lease.stop:
             return False
         key = (lease.epoch, lease.shard)
@@ -312,7 +313,7 @@ class DatasetShards:
             self.units_done -= part.stop - part.start
 
     def retry(self, shards: frozenset[int]) -> int:
-        """Requeue given-up `shards` of all epochs, or all if empty; return how many. ConflictError for other shards."""
+        """Requeue given-up `shards` (empty: all) in all epochs; return how many. ConflictError if not given up."""
         keys = [key for key in sorted(self.poisoned) if not shards or key[1] in shards]
         if missing := sorted(shards - {shard for _, shard in keys}):
             raise ConflictError(f"data set {self.name}: shard {missing[0]} is not poisoned")
@@ -325,7 +326,7 @@ class DatasetShards:
     # --- Marks, of data sets with commit="checkpoint". ---
 
     def mark(self, session: ReaderSession, command: master.Mark) -> bool:
-        """Cover a session's reported units, and parts of its leases, by a mark; return False for a repeated one."""
+        """Add a mark that covers a session's reported units and parts of its leases; return False if it is repeated."""
         if not self.by_checkpoint:
             raise SettingsError(
                 f"data set {self.name} commits by reports: create it with commit='checkpoint' to use marks"
@@ -348,7 +349,7 @@ class DatasetShards:
         return True
 
     def find_mark(self, session: ReaderSession, command: master.Resume) -> tuple[ReaderHistory, int] | None:
-        """Return the history and the index of the mark that a session resumes; None for a new holder's beginning."""
+        """Return the history, and the index of the mark to resume from; None for the beginning of a new holder."""
         if session.dataset is not self or not self.by_checkpoint:
             raise SettingsError(
                 f"data set {self.name}: session {session.id} reads a different one, or it has commit='report'"
@@ -384,7 +385,7 @@ class DatasetShards:
     def _find_history(self, session: str, holder: str, asking: str) -> ReaderHistory | None:
         """Return the newest history of `session` or, if that is empty, of `holder`, except that of `asking`.
 
-        A session that ended before its first mark does not hide earlier ones.
+        A session that ended before its first mark does not hide the holder's earlier sessions.
         """
         for history in reversed(self.histories.values()):
             if history.session == asking:
@@ -397,7 +398,7 @@ class DatasetShards:
         return None
 
     def resume(self, session: ReaderSession, history: ReaderHistory, index: int) -> list[UnitRange]:
-        """Give a history to a session, and undo everything after a mark; return the open ranges at that mark."""
+        """Give a history to a session, and undo everything after a mark; return the ranges then open at that mark."""
         while len(history.marks) > index + 1:
             self._undo(history.marks.pop().consumed)
         self._undo(history.pending)  # of a closed session that kept it
@@ -412,7 +413,7 @@ class DatasetShards:
         ]
 
     def end_session(self, session: ReaderSession, *, keep: bool) -> int | None:
-        """Remove a reader without leases; without `keep`, requeue units that no mark covers. Return its last mark."""
+        """Remove a reader that has no leases; requeue units that no mark covers unless `keep`. Return its last mark."""
         history = self.histories.pop(session.id, None)
         del self.sessions[session.id]
         if history is None:
@@ -467,7 +468,7 @@ class DatasetShards:
 
     @classmethod
     def of_message(cls, message: master.DatasetState) -> DatasetShards:
-        """Return the data set of a message, with its readers."""
+        """Return the data set described by a message, with its readers."""
         cursor = UnitCursor(
             message.spec,
             message.units,
@@ -499,7 +500,7 @@ class DatasetShards:
         return dataset
 
     def progress(self) -> bytes:
-        """Return the done units, for `at_progress`: without leased ones, and without those that no mark covers."""
+        """Return which units are done, for `at_progress`: leased units and units that no mark covers do not count."""
         open_parts = [part for session in self.sessions.values() for part in session.open_parts()]
         state = master.ProgressState(
             spec=self.spec,
@@ -512,10 +513,11 @@ class DatasetShards:
         return seal(_PROGRESS, state)
 
     def at_progress(self, data: bytes | None) -> DatasetShards:
-        """Return the data set as of a call of `progress` (None: the beginning), without readers, with its present size.
+        """Return the data set at the time of a `progress` call (None: the start), without readers, at its present size.
 
-        ProtocolError if the bytes are not progress, damaged, or impossible for this data set; ConflictError if they are
-        for a different specification, or for a source that has not grown that far here.
+        ProtocolError if the bytes do not contain progress, are damaged, or are impossible for this data set;
+        ConflictError if the progress belongs to a different specification, or to a source that has not grown that far
+        here.
         """
         beginning = master.ProgressState(spec=self.spec, units=self.cursor.units)
         state = beginning if data is None else open_envelope(_PROGRESS, "progress of a data set", data, type(beginning))
@@ -542,7 +544,7 @@ class DatasetShards:
         return restored
 
     def _shard_messages(self, more: Iterable[master.ShardRange]) -> list[master.ShardState]:
-        """Return all shards except untouched, leased and done ones, sorted; `more` ranges count as returned."""
+        """Return all shards, sorted, except untouched, leased and done ones; the ranges in `more` count as returned."""
         shards: dict[ShardKey, master.ShardState] = {}
 
         def of(key: ShardKey) -> master.ShardState:

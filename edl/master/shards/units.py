@@ -1,4 +1,4 @@
-"""A data set's specification, and which of its units are next: returned ones, and the rest of an epoch's order."""
+"""A data set's specification, and which of its units are next: returned units, and those left in an epoch's order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edl.protocol import master
 from edl.quoting import quote, shown
 
 ShardKey: TypeAlias = tuple[int, int]
-"""An epoch and a shard of it."""
+"""An epoch, and a shard in that epoch."""
 Bounds: TypeAlias = tuple[int, int]
 """The first unit, and the unit after the last."""
 
@@ -34,13 +34,13 @@ _CHUNK: Final = 1024  # positions computed together, to spread numpy's cost per 
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise SettingsError unless a name can be shown and stored; `what` describes it in the error."""
+    """Raise SettingsError unless a name can be shown and stored; `what` says in the error what the name is for."""
     if not name or len(name) > _MOST_NAME or not name.isprintable():
         raise SettingsError(f"{what} {quote(name)}: must be 1 to {_MOST_NAME} printable characters")
 
 
 def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
-    """Return a copy with defaults filled in: 3 failures, leases of 60 s, sessions of 30 s; SettingsError if invalid."""
+    """Return a copy with defaults (3 failures, leases of 60 s, sessions of 30 s); SettingsError if it is invalid."""
     check_name("data set", name)
     checked = master.DatasetSpec()
     checked.CopyFrom(spec)
@@ -80,7 +80,7 @@ def is_same_spec(first: master.DatasetSpec, second: master.DatasetSpec) -> bool:
 
 
 def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) -> str:
-    """Describe how two specifications differ, the present one's value first, without index values."""
+    """Describe how two specifications differ, with the values of `present` first, and without those of the index."""
     if present.kind != other.kind or present.location != other.location:
         places = [shown(f"{spec.kind}:{spec.location}", 200) for spec in (present, other)]
         return f"location is {places[0]} and not {places[1]}"
@@ -107,7 +107,7 @@ class UnitRange(NamedTuple):
 
 
 def join_bounds(parts: list[Bounds], start: int, stop: int) -> None:
-    """Add a range to sorted ranges that do not touch, and keep them sorted and apart."""
+    """Add a range to sorted ranges that do not touch; merge it with ranges that it touches, and keep them sorted."""
     kept: list[Bounds] = []
     for part in parts:
         if part[1] < start or part[0] > stop:
@@ -120,7 +120,7 @@ def join_bounds(parts: list[Bounds], start: int, stop: int) -> None:
 
 @dataclass
 class _Returned:
-    """A shard's waiting ranges, sorted; `late` if all others come first; `passed` counts towards `_MOST_PASSES`."""
+    """A shard's waiting ranges, sorted. If `late`, all other shards come first. `_MOST_PASSES` limits `passed`."""
 
     late: bool = False
     passed: int = 0
@@ -128,10 +128,10 @@ class _Returned:
 
 
 class ReturnedRanges:
-    """Returned ranges: the oldest epoch first, by number within an epoch, and failed ones at the end.
+    """Returned ranges: the oldest epoch first, by shard number within an epoch, and failed ranges at the end.
 
-    Its results depend on its contents, never on the order in which they were added: a book restored from a snapshot
-    behaves like the original.
+    Results depend on which ranges are present, never on the order in which they were added: a book restored from a
+    snapshot behaves like the original.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class ReturnedRanges:
             yield key, entry.parts, entry.late, entry.passed
 
     def add(self, key: ShardKey, start: int, stop: int, *, late: bool = False, passed: int = 0) -> None:
-        """Add a range; a `late` one has failed, and waits until nothing else is left."""
+        """Add a range; a `late` range has failed, and waits until no other range is left."""
         entry = self._shards.setdefault(key, _Returned())
         entry.late = entry.late or late
         entry.passed = max(entry.passed, passed)
@@ -161,7 +161,7 @@ class ReturnedRanges:
         heapq.heappush(self._late if entry.late else self._early, key)
 
     def take(self, most: int, may_take: Callable[[ShardKey], bool], *, late: bool = False) -> list[UnitRange]:
-        """Remove and return ranges that `may_take` allows, of late or other shards; late ones also if refused often."""
+        """Remove and return ranges that `may_take` allows, or has refused often, from shards that match `late`."""
         heap = self._late if late else self._early
         taken: list[UnitRange] = []
         kept: set[ShardKey] = set()
@@ -206,9 +206,10 @@ class ReturnedRanges:
 
 
 class UnitCursor:
-    """A position in the order of an epoch; everything before it was handed out. Each shuffled epoch has its own order.
+    """A position in an epoch's order; everything before it was handed out. Each shuffled epoch has its own order.
 
-    It counts shards, or units if the source grows. A growing source has one epoch, whose shards are in order. All of
+    The position counts shards, or units if the source grows. A growing source has one epoch, whose shards are in order.
+    All of
     its units are handed out: a follower reports those that fill no shard only when it expects no more for a while.
     """
 
@@ -258,7 +259,7 @@ class UnitCursor:
         return taken
 
     def _next_shards(self, most: int, end: int) -> list[int]:
-        """Return up to `most` shards from the position; there may be fewer, but at least one before the `end`."""
+        """Return up to `most` shards from the position on; possibly fewer, but at least one before the `end`."""
         if self._order is None:
             return list(range(self.position, min(self.position + most, end)))
         chunk, offset = divmod(self.position, _CHUNK)
@@ -268,7 +269,7 @@ class UnitCursor:
         return self._chunk_shards[offset : offset + most]
 
     def begin_epoch(self) -> bool:
-        """Begin the next epoch if this one is handed out and there is a next one; return whether it has begun."""
+        """Begin the next epoch, if there is one and this epoch is handed out; return whether it has begun."""
         if self.is_stream or self.position < self._end() or self.at_end:
             return False
         self.epoch += 1
@@ -284,11 +285,11 @@ class UnitCursor:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the position is reachable; it may come from a file."""
+        """Whether this position can be reached; a position that was read from a file may be impossible."""
         return 0 <= self.position <= self._end() and 0 <= self.epoch < (self._epochs or self.epoch + 1)
 
     def shards(self) -> tuple[int, int, int | None]:
-        """Return how many shards of this epoch were handed out or begun, how many could follow now, and a begun one.
+        """Return how many shards of this epoch were handed out or begun, how many could follow, and the begun shard.
 
         A shard of which a part was handed out counts as begun if it has grown since.
         """

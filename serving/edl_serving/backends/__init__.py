@@ -1,4 +1,4 @@
-"""Models that the teacher server can serve: their loaders, found by name and imported when used.
+"""Loaders for the models that the teacher server can serve, found by name and imported when used.
 
 Each module turns one family of models into a `Backend`. All but `hf`, whose inputs are token ids, pass one conformance
 suite. To serve another family of models, write a `--factory` that returns your own `Backend`.
@@ -37,13 +37,14 @@ MODEL_LOADERS = {
     ),
     "paddle": ("paddle:PaddleBackend", _ANY_MODEL | {"device", "threads"}),
 }
-"""By flag: the function in this package that turns a `ModelSource` into a `Backend`, and the fields it accepts."""
+"""For each flag, the function in this package that turns a `ModelSource` into a `Backend`, and the fields it uses."""
 
 
 def open_backends(source: ModelSource) -> list[Backend]:
-    """Load the model that `source` names, once per device; the caller closes the backends.
+    """Load the model that `source` describes, once per device; the caller must close the backends.
 
-    Raises `SettingsError`, which names the flag, and anything that the user's code raises while it builds the model.
+    Raises `SettingsError`, whose message names the flag, and any exception that the user's code raises while it builds
+    the model.
     """
     loader, takes = MODEL_LOADERS[source.kind]
     for field in fields(source):

@@ -2,7 +2,8 @@
 
 Inputs are views of memory that does not belong to the model. numpy refuses to write to an array that is flagged
 read-only. torch and native code ignore the flag, and writing to read-only shared memory kills the process with SIGSEGV.
-So the warm-up checks on writable memory whether a model writes to its inputs, before any student is served.
+So before any student is served, the warm-up calls the model on writable memory to check whether it writes to its
+inputs.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ def is_read_only_error(exc: BaseException) -> bool:
 
 
 def with_nonzero_floats(zeros: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the batch with floats other than zero, since doubling or clamping a zero in place would go unnoticed.
+    """Return the batch with nonzero floats, because doubling or clamping a zero in place would go unnoticed.
 
-    Integers stay zero. They may be indices, and an index out of range makes a GPU unusable for the process.
+    Integers stay zero. They may be indices, and an index out of range makes the GPU unusable for the rest of the
+    process.
     """
     batch = dict(zeros)
     for name, array in zeros.items():
@@ -103,7 +105,7 @@ class TensorSpec:
 
 
 class TopKArrays(NamedTuple):
-    """The k largest values of each row of an output, and what the remaining classes add to a softmax.
+    """The k largest values in each row of an output, and what the remaining classes contribute to a softmax.
 
     Attributes:
         ids: Ids of the classes, INT32 `[rows, k]`, by descending value, then ascending id.
@@ -140,7 +142,7 @@ class Backend(abc.ABC):
         """The outputs of `predict`."""
 
     version: str = UnnamedVersion("1")
-    """The version of the weights. Students key their label caches by it, so it must differ between models.
+    """The version of the weights. Students use it as the key of their label caches, so each model needs its own.
 
     `edl serve --factory` sets a hash if the backend defines no version."""
 
@@ -148,10 +150,10 @@ class Backend(abc.ABC):
     """The platform that `ModelMetadata` reports."""
 
     writes_inputs: bool = False
-    """Whether `predict` changes its input arrays, in which case it gets copies. `warm_up` detects this."""
+    """Whether `predict` changes its input arrays; if so, the server passes copies to it. `warm_up` detects this."""
 
     max_top_k: int | None = None
-    """The largest k that `predict_top_k` accepts; None for a model that has only `predict`."""
+    """The largest k that `predict_top_k` accepts; None if the model implements only `predict`."""
 
     sequence_input: str | None = None
     """The INT32 input of shape () that is 0 in the first row of a sequence and rises by 1 from row to row.
@@ -162,7 +164,7 @@ class Backend(abc.ABC):
     """The largest number of rows in a sequence; None for as many as fit in a batch."""
 
     optional_outputs: Mapping[str, str] = {}
-    """Optional outputs, each with the name of the optional input that a request must send to get it."""
+    """Optional outputs; each maps to the name of the optional input that a request must send to get the output."""
 
     instance_meta: Mapping[str, str] = {}
     """Metadata to publish in discovery in addition to the server's own."""
@@ -175,7 +177,7 @@ class Backend(abc.ABC):
             inputs: Arrays `[rows, *shape]` for every name in `inputs` (optional ones only if they were sent), in the
                 dtype of the input's datatype (BYTES: object arrays of bytes), C-contiguous. They are views of network
                 buffers or of shared memory, so they may be read-only and unaligned. Do not keep them: the memory is
-                reused after `predict` returns. With `writes_inputs` you may write to them.
+                reused after `predict` returns. If `writes_inputs` is True, you may write to the arrays.
 
         Returns:
             Arrays `[rows, *shape]` for every name in `outputs`, with the same rows in the same order, in the dtype of
@@ -183,7 +185,8 @@ class Backend(abc.ABC):
             same arrays each time. Additional names are ignored.
 
         Raises:
-            Exception: Anything. The students of this batch get its type and message, and the server keeps running.
+            Exception: Any exception. The students whose requests are in this batch get its type and message, and the
+                server keeps running.
         """
 
     @property
@@ -196,7 +199,7 @@ class Backend(abc.ABC):
     ) -> Mapping[str, Array | TopKArrays]:
         """Compute outputs for a batch without copying whole outputs to the host.
 
-        Called instead of `predict` if `max_top_k` is not None.
+        The server calls this method instead of `predict` if `max_top_k` is not None.
 
         Args:
             inputs: The same arrays as for `predict`.
@@ -207,7 +210,7 @@ class Backend(abc.ABC):
             The same as `predict`, but `TopKArrays` for each of `top_k_outputs`.
 
         Raises:
-            Exception: Anything, as for `predict`.
+            Exception: Any exception, as for `predict`.
         """
         raise NotImplementedError(f"{type(self).__name__} has max_top_k={self.max_top_k} and no predict_top_k")
 
@@ -216,15 +219,15 @@ class Backend(abc.ABC):
 
         Args:
             inputs: The arrays of this request alone, as for `predict`.
-            temperature: Temperature that the request asks for.
+            temperature: Temperature that the request specifies.
 
         Raises:
             RequestError: The request cannot be computed (`request_error.invalid_argument`). `predict` may also raise
-                it for faults that show only during the computation.
+                `RequestError`, for faults that are found only during the computation.
         """
 
     def find_fault(self) -> str:
-        """Return why the model cannot take requests now; empty if it can.
+        """Return the reason why the model cannot take requests now; an empty text if it can.
 
         The server calls this every second on its event loop, so it must return at once. While it returns a fault, the
         server is not ready and is not in discovery.
@@ -247,8 +250,8 @@ class Backend(abc.ABC):
         """Call the model before the server is ready, so that the first request is as fast as later ones.
 
         By default, the model is called on `sample` with one row and with `max_rows`. The first call detects whether the
-        model writes to its inputs. For this, a sample of zeros gets floats other than 0, unless the model fails on
-        them.
+        model writes to its inputs. For this check, the floats in a sample of zeros are replaced by other values, unless
+        the model fails on those values.
 
         Args:
             max_rows: The largest number of rows that `predict` will get at once.
@@ -263,7 +266,7 @@ class Backend(abc.ABC):
             self.predict(self.sample(max_rows))
 
     def _look_for_writes(self) -> bool:
-        """Call the model to set `writes_inputs`; return False if it still has to be called with writable inputs."""
+        """Call the model to set `writes_inputs`; return False if it must be called again, with writable inputs."""
         batch = self.sample(1)
         writes = None
         if self._sample_is_made_up:
@@ -356,8 +359,8 @@ def infer_outputs(
 ) -> list[TensorSpec]:
     """Find a model's outputs by calling it, once with the sample or twice with zeros.
 
-    A dimension of any size is 1 in the first batch of zeros and 2 in the second. An output dimension whose size differs
-    between the two calls is of any size too.
+    A dimension of any size is 1 in the first batch of zeros and 2 in the second. If the size of an output dimension
+    differs between the two calls, that dimension is of any size too.
     """
     made_up = ({spec.name: zeros(spec, rows, free) for spec in inputs} for rows, free in ((2, 1), (3, 2)))
     batches = [sample] if sample else [*made_up]
@@ -377,7 +380,7 @@ def complete_outputs(
     inputs: Sequence[TensorSpec],
     sample: Mapping[str, Array] | None,
 ) -> tuple[TensorSpec, ...]:
-    """Complete the specs of outputs that are given by name only, by calling the model."""
+    """Call the model to complete the specs of outputs that are given by name only."""
     if given and all(isinstance(text, TensorSpec) or ":" in text for text in given):
         return parse_specs(given)
     found = {spec.name: spec for spec in infer_outputs(predict, inputs, sample)}
@@ -400,7 +403,7 @@ def default_output_names(count: int) -> list[str]:
 
 
 def select_outputs(answers: Mapping[str, T], names: Sequence[str]) -> Mapping[str, T]:
-    """Select outputs of a model by name, or by position if the model does not name them."""
+    """Select outputs of a model by name, or by position if the model does not name its outputs."""
     if all(name in answers for name in names):
         return answers
     if list(answers) == default_output_names(len(answers)) and len(names) <= len(answers):
@@ -419,7 +422,7 @@ def _merge(name: str, arrays: Sequence[Array]) -> TensorSpec:
 
 
 def cast_to_spec(spec: TensorSpec, value: object) -> Array:
-    """Cast an array to a spec's dtype; raise TypeError if that would change values by more than rounding."""
+    """Cast an array to a spec's dtype; raise TypeError if the cast would change values by more than rounding."""
     try:
         array = array_of(value)
     except ProtocolError as exc:
@@ -451,7 +454,7 @@ def _refuse_overflow(spec: TensorSpec, array: Array, converted: Array) -> None:
 
 @dataclass(frozen=True)
 class BatchSizeRange:
-    """The batch sizes that a model accepts; `most` is None for any."""
+    """The batch sizes that a model accepts; `most` is None if there is no largest size."""
 
     least: int = 1
     most: int | None = None
@@ -476,7 +479,7 @@ def predict_in_parts(predict: Predict, inputs: Mapping[str, Array], accepted: Ba
 
 
 class DescribedBackend(Backend):
-    """A backend around `_run_model`. A subclass's constructor calls `_resolve_specs` last, when `_run_model` works."""
+    """A backend around `_run_model`. A subclass's constructor calls `_resolve_specs` last, once `_run_model` works."""
 
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
@@ -489,7 +492,7 @@ class DescribedBackend(Backend):
         sample: Mapping[str, Array] | None,
         unknown: str,
     ) -> None:
-        """Set the specs of inputs and outputs; `unknown` is the error text if neither inputs nor sample are given.
+        """Set the specs of inputs and outputs; `unknown` is the error text if both inputs and sample are missing.
 
         Outputs may be names only; if none are given, all outputs of the model are used. The model is called with the
         sample, or else with zeros, to find its outputs and to warm it up.
@@ -521,4 +524,4 @@ class DescribedBackend(Backend):
 
     @abc.abstractmethod
     def _run_model(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return all outputs of the model for a batch, by the model's names."""
+        """Return all outputs of the model for a batch, under the model's own names."""

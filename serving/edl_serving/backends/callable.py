@@ -4,12 +4,12 @@ The function takes a dictionary of arrays, `{input name: [rows, *shape]}`, and r
 same number of rows in the same order; a single output may be returned as the bare array. The function may have these
 attributes:
 
-- `inputs`, `outputs`: tensors as text, `["image:uint8[3,224,224]"]`, unless the command line gives them;
+- `inputs`, `outputs`: tensors as text, such as `["image:uint8[3,224,224]"]`, unless the command line specifies them;
 - `version`: identifies the weights;
 - `warm_up(max_rows)`, called instead of the two calls on zeros, and `close()`;
 - `sequence_input`, `max_sequence`: see `Backend`;
-- `writes_inputs = True`: the function changes its inputs, so it gets copies. Needed only with its own `warm_up`,
-  because the default warm-up detects this.
+- `writes_inputs = True`: the function changes its inputs, so it gets copies. Set this only if the function has its own
+  `warm_up`, because the default warm-up detects such changes.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def from_function(source: ModelSource) -> Backend:
 
 
 def from_factory(source: ModelSource) -> Backend:
-    """Load `--factory`, which takes the options and returns the function or a `Backend`."""
+    """Call the user's `--factory` with its options; it returns a `Backend`, or a function to serve as one."""
     factory = import_target(source.target, "--factory")
     if not callable(factory):
         raise SettingsError(f"--factory {source.target!r}: {type(factory).__name__} cannot be called")

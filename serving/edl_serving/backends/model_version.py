@@ -1,8 +1,8 @@
-"""Computes the version of a model that Python code builds, if the user names none: a hash of its weights and code.
+"""Computes the version of a model that Python code builds: a hash of its weights and code, if the user sets none.
 
 docs/teachers.md ("Versions") says what the hash covers. If the version stayed the same after the model had changed,
-students would reuse labels of the old model. So if a model holds anything else (an object, a container that is filled
-later, code without source), its version is unknown until the user sets `--model-version`.
+students would reuse labels of the old model. So if a model holds anything that the hash does not cover (an object, a
+container that is filled later, code without source), its version is unknown until the user sets `--model-version`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def compute_version(source: ModelSource, module: types.ModuleType, model: Any) -> str:
-    """Hash the model that the user's code built: 16 hexadecimal digits, or "" (logged) if a part cannot be hashed."""
+    """Return the hash of a model built by the user's code: 16 hex digits, or "" (logged) if a part cannot be hashed."""
     modules = UserModules(module)
     content = ContentHash(modules)
     try:
@@ -60,7 +60,7 @@ _OWN_PACKAGES = ("edl", "edl_serving")
 
 
 class UnknownStateError(Exception):
-    """A model holds something that cannot be hashed; the message names it."""
+    """Raised if a model holds an object that cannot be hashed; the message identifies the object."""
 
 
 class UserModules:
@@ -74,7 +74,7 @@ class UserModules:
         self._whole: set[str] = set()  # names of packages whose submodules are queued
 
     def queue(self, module: types.ModuleType | None, *, submodules: bool = True) -> None:
-        """Queue a module of the user's and its parent packages for `drain`; ignore installed modules."""
+        """Queue a module that belongs to the user, and its parent packages, for `drain`; ignore installed modules."""
         if module is None:
             return
         if module.__name__ in (self._whole if submodules else self._found):
@@ -99,7 +99,7 @@ class UserModules:
             yield self._unread.popleft()
 
     def find(self, name: str) -> types.ModuleType | None:
-        """Return a module by name; found modules go first, since a user's file may share an imported module's name."""
+        """Find a module by name, first among those found: a user's file may share an imported module's name."""
         return self._found.get(name) or sys.modules.get(name)
 
     def read_source(self, module: types.ModuleType) -> bytes:
@@ -125,7 +125,7 @@ class UserModules:
         return module is self._named or (file is not None and not self.is_library(file))
 
     def is_namespace(self, module: types.ModuleType) -> bool:
-        """Return whether a module is a user's package without `__init__.py`."""
+        """Return whether a module is a package of the user that has no `__init__.py`."""
         folders = list(getattr(module, "__path__", ()))
         if getattr(module, "__file__", None) is not None:
             return False
@@ -139,7 +139,7 @@ class UserModules:
         return is_library(file) and not in_package(file, self._package)
 
     def is_library_object(self, value: Any) -> bool:
-        """Return whether an installed module holds this value under the value's own name, such as `numpy.dot`."""
+        """Return whether an installed module holds this value, such as `numpy.dot`, under the value's own name."""
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         if module is None or self.is_users(module):
             return False
@@ -153,7 +153,7 @@ class UserModules:
             raise UnknownStateError(f"two modules have the name {module.__name__}")
 
     def _may_be_loaded_later(self, name: str) -> bool:
-        """Return whether `name` is a user's module that exists but is not loaded yet."""
+        """Return whether `name` is a module of the user that exists but has not been loaded yet."""
         package = name.rpartition(".")[0]
         if package and package not in sys.modules:
             return self._may_be_loaded_later(package)
@@ -189,7 +189,7 @@ _SCALARS = (
 _NAMED = (np.dtype, types.GenericAlias, types.UnionType)
 """Types whose values are hashed by their text."""
 _STATELESS = (logging.Logger, PurePath, type(os.environ))
-"""Types whose values are not hashed, because paths and environments differ between hosts that serve the same model."""
+"""Types whose values are not hashed, since paths and environments differ between hosts that serve the same model."""
 _OF_BUILTIN_CLASSES = (
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
     *(types.WrapperDescriptorType, types.GetSetDescriptorType),
@@ -210,7 +210,7 @@ _HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: a type created at run time
 
 
 class _WithoutSlots:
-    """Gives the `__basicsize__` of objects whose state is all in `vars`; others are larger, or have no `__dict__`."""
+    """Has the `__basicsize__` of a class with all state in `vars`; other classes exceed it or have no `__dict__`."""
 
 
 class ContentHash:
@@ -230,7 +230,7 @@ class ContentHash:
             self._hash.update(part)
 
     def add_globals(self, module: types.ModuleType) -> None:
-        """Hash the variables of a module, except those that Python sets and its submodules."""
+        """Hash the variables of a module, except its submodules and the variables that Python sets."""
         for variable, value in vars(module).items():
             if variable not in _SET_BY_PYTHON and not is_submodule(module, variable, value):
                 self.update(variable.encode())
@@ -242,7 +242,7 @@ class ContentHash:
         self.add(where, value)
 
     def add(self, where: str, value: Any) -> None:
-        """Hash a value; `where` names it in the error if it cannot be hashed."""
+        """Hash a value; if it cannot be hashed, the error identifies it by `where`."""
         torch = sys.modules.get("torch")
         kind = type(value)
         if isinstance(value, np.generic) and not value.dtype.hasobject:
@@ -374,7 +374,7 @@ class ContentHash:
                 self._add_variable(held, content)
 
     def _has_library_state(self, value: Any) -> bool:
-        """Return whether all state of an installed class's object is in `vars`, as with `no_grad()`."""
+        """Return whether an object of an installed class has all its state in `vars`, as `no_grad()` has."""
         kind = type(value)
         return (
             bool(kind.__flags__ & _HEAP_TYPE)
@@ -453,7 +453,7 @@ def _transformers_settings(value: Any) -> dict[str, Any] | None:
 
 
 def _without_origin(settings: dict[str, Any]) -> dict[str, Any]:
-    """Leave out where a configuration was loaded from and by which release: hosts with the same model may differ."""
+    """Leave out a configuration's origin and the release that loaded it, which may differ between hosts."""
     return {
         name: _without_origin(part) if isinstance(part, dict) else part
         for name, part in settings.items()
@@ -472,7 +472,7 @@ class _SamplePair(NamedTuple):
 
 
 def _generated_code(kind: type, value: Any) -> types.CodeType | None:
-    """Return the code of a method that a dataclass or named tuple generated from its fields, else None."""
+    """Return a method's code if a dataclass or named tuple generated it from the class's fields, else None."""
     value = value.__func__ if isinstance(value, staticmethod) else value  # `__new__` is a staticmethod
     if not isinstance(value, types.FunctionType) or not value.__name__.startswith("__"):
         return None
@@ -483,7 +483,7 @@ def _generated_code(kind: type, value: Any) -> types.CodeType | None:
 
 
 def _code_text(code: types.CodeType) -> str:
-    """Return a text that distinguishes functions of the same name in one source file, by line and by bytecode."""
+    """Return a text that tells apart functions with the same name in one source file, by line and bytecode."""
     constants = [_constant_text(constant) for constant in code.co_consts]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return repr((code.co_name, code.co_firstlineno, code.co_flags, code.co_code, names, constants))

@@ -1,4 +1,4 @@
-"""`ModelSource`, the model that the command line names; hashes of its files, and imports of `package.module:name`."""
+"""`ModelSource`, the model that the command line describes; hashes of its files; imports of `package.module:name`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 8192
 
 
 class WeightsVersion(str):
-    """A version that is a hash of weights and code. Its own type, since a version chosen by a person may look alike."""
+    """A version that is a hash of weights and code. It has its own type, as a user's version may look the same."""
 
     __slots__ = ()
 
@@ -62,10 +62,10 @@ class ModelSource:
         return top_name(self.target.rpartition(":")[0])
 
     def settings(self) -> bytes:
-        """Return the settings that change a model's outputs without being in its weights; part of its version.
+        """Return the settings that change a model's outputs but are not in its weights; they are part of its version.
 
-        An option that names a file or folder is hashed by content, not by path. The order of inputs and outputs counts,
-        because a model may take and return them by position.
+        An option whose value is the path of a file or folder is hashed by the content, not by the path. The order of
+        inputs and outputs counts, because a model may take and return them by position.
         """
         options = [(key, _content(value)) for key, value in sorted(self.options.items())]
         names = self.inputs or (_sample_names(self.sample) if self.sample else ())
@@ -73,7 +73,7 @@ class ModelSource:
 
 
 def top_name(module: str) -> str:
-    """Return the top package of a module, or a file's name without its suffix."""
+    """Return the name of a module's top-level package, or a file's name without its suffix."""
     return Path(module).stem if module.endswith(".py") else module.partition(".")[0]
 
 
@@ -133,7 +133,7 @@ _loaded: dict[str, ModuleType] = {}
 
 
 def import_target(target: str, flag: str) -> Any:
-    """Import an object. Modules are also searched in the current folder, as with `python -m`."""
+    """Import an object. The current folder is also searched for modules, as with `python -m`."""
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise SettingsError(f"{flag} {target!r}: expected package.module:name or path/file.py:name")

@@ -1,7 +1,8 @@
 """Serves PyTorch models: a module built by a factory, a TorchScript file, or a `torch.export` program.
 
-A model gets one tensor per input, by keyword if the inputs are named like its parameters, otherwise by position in the
-order of the inputs. It returns a tensor, a tuple, or a mapping of outputs, as Hugging Face's models do.
+A model is called with one tensor per input: by keyword if the inputs have the names of its parameters, otherwise by
+position, in the order of the inputs. It returns a tensor, a tuple, or a mapping of outputs, as Hugging Face's models
+do.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def to_tensor(array: Array, device: torch.device, dtype: torch.dtype | None = No
 class Normalization:
     """`(pixel / 255 - mean) / deviation` for the channels of uint8 images `[rows, channels, ...]`.
 
-    Students then send a quarter of the bytes that floats would take. Each pixel is multiplied by `scale` and `shift` is
-    added, both of shape `[channels, 1, ...]`.
+    With uint8 images, students send a quarter of the bytes that floats would take. Each pixel is multiplied by `scale`
+    and `shift` is added, both of shape `[channels, 1, ...]`.
     """
 
     scale: torch.Tensor
@@ -145,7 +146,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 def exported_specs(
     program: torch.export.ExportedProgram, *, normalized: bool
 ) -> tuple[list[TensorSpec], list[TensorSpec], BatchSizeRange]:
-    """Return inputs (images as uint8 if `normalized`), outputs and batch sizes of a program with batch dimension 0."""
+    """Return a program's inputs (images as uint8 if `normalized`), outputs, and sizes of dimension 0, the batch."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     signature = program.graph_signature
     inputs = [(str(name), values.get(str(name))) for name in signature.user_inputs]
@@ -195,7 +196,7 @@ _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchBackend(DescribedBackend):
-    """A PyTorch module or function over tensors, on the device and in evaluation mode; see the module's docstring."""
+    """A PyTorch module or function over tensors, on its device and in evaluation mode; see this file's docstring."""
 
     platform: str = "pytorch"
 
@@ -306,7 +307,7 @@ def from_export(source: ModelSource) -> Backend:
 
 
 def _flat(program: torch.export.ExportedProgram) -> Callable[..., Any]:
-    """Return the program as a function of its tensors, which are put back into the arguments it was exported with."""
+    """Return the program as a function of flat tensors; it restores the arguments' structure from the export."""
     module = program.module()
     structure = program.call_spec.in_spec
     assert structure is not None

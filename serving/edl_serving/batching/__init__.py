@@ -1,1 +1,1 @@
-"""Dynamic batching: the queue of jobs, the worker threads, and the execution of a batch on a backend."""
+"""Dynamic batching: the job queue, the worker threads, and the execution of batches on a backend."""

@@ -1,9 +1,9 @@
 """Queues requests and chooses the next batch. A plain state machine without thread or lock.
 
 Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows instead of bytes. Each
-client has a tag in virtual time. The tag starts at the tag being served now and grows by the number of rows served to
-the client, and the client with the smallest tag goes next. So a client with few requests waits only for the current
-batch and its own, however many requests another client has queued.
+client has a tag in virtual time. A new client's tag starts at the tag that is being served now, and grows by the number
+of rows served to that client. The client with the smallest tag goes next. So a client with few requests waits only for
+the current batch and for its own batch, however many requests another client has queued.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from edl_serving.request import DecodedRequest, Join
 from edl_serving.request_error import RequestError
 
 Shapes: TypeAlias = tuple[Hashable, ...]
-"""Shapes of a job's inputs without the rows, and all else that jobs in one batch share (`RequestPlan.shapes`)."""
+"""Shapes of a job's inputs without the rows, and all else that jobs in a batch must share (`RequestPlan.shapes`)."""
 
 
 @dataclass(eq=False)
 class InferenceJob:
-    """A request being processed by the server. Times are of the monotonic clock."""
+    """A request that the server is processing. Times are those of the monotonic clock."""
 
     request: DecodedRequest
     rows: int
@@ -49,7 +49,7 @@ class InferenceJob:
 
     @property
     def origin(self) -> str:
-        """Id and client, to append to a log line; empty without an id."""
+        """The request's id and client, to append to a log line; empty if the request has no id."""
         of = f" of {self.client}" if self.client else ""
         return f" (request {quote(self.id)}{of})" if self.id else ""
 
@@ -92,7 +92,7 @@ class InferenceJob:
 
 
 _MOST_REMEMBERED = 1024
-"""How many clients without a job are remembered by their tags. A forgotten client gains at most one turn."""
+"""Number of clients without a job whose tags are remembered. A client that is forgotten gains at most one turn."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,13 @@ class _Backlog:
 class BatchQueue:
     """Jobs by client, grouped by the shapes that can share a batch.
 
-    A job with more than `max_batch_rows` rows is a batch by itself: it is computed in parts, and requeued after each
-    part (`requeue_job`). Jobs of one client and shape never overtake each other. The next batch has the shape of the
-    client whose turn it is; if that client has jobs of several shapes, the one that has waited longest.
+    A job with more than `max_batch_rows` rows is a batch by itself. It is computed in parts, and queued again after
+    each part (`requeue_job`). Jobs of one client and shape never overtake each other. The next batch has the shape of
+    the jobs of the client whose turn it is; if these have several shapes, the shape of the job that has waited longest.
 
-    If a job does not fit, the latest jobs of the client with the largest share of the queue are evicted, as
-    long as that client keeps at least as much as the new job's client gets. So a single client may use the whole queue,
-    but cannot keep others out of it.
+    If a job does not fit, the latest jobs of the client with the largest share of the queue are evicted, as long as the
+    remaining share of that client is at least the share of the new job's client. So a single client may use the whole
+    queue, but cannot keep other clients out of it.
 
     The answer of a waiting job does not exist yet. So a job that exceeds the queue's bytes only because of its answer
     is accepted; it takes all bytes of the queue and waits alone.
@@ -151,7 +151,7 @@ class BatchQueue:
         return sum(len(line) for client in self._clients.values() for line in client.lines.values())
 
     def push_job(self, job: InferenceJob) -> list[InferenceJob]:
-        """Queue a job; return the jobs that have no room: none, the job itself, or other jobs evicted for it."""
+        """Queue a job; return the jobs that do not fit: none, the job itself, or jobs evicted to make room for it."""
         evicted: list[InferenceJob] = []
         nbytes = self.nbytes + self.charged_nbytes(job)
         if self.rows + job.rows > self._max_queue_rows or nbytes > self._max_queue_bytes:
@@ -165,7 +165,7 @@ class BatchQueue:
         return evicted
 
     def charged_nbytes(self, job: InferenceJob) -> int:
-        """Return the bytes of the queue that a job takes; its answer counts only up to the size of the queue."""
+        """Return the bytes that a job takes in the queue; its answer counts only up to the queue's size."""
         return max(min(job.nbytes, self._max_queue_bytes), job.nbytes - job.answer_nbytes)
 
     def requeue_job(self, job: InferenceJob) -> None:

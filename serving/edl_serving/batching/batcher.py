@@ -1,4 +1,4 @@
-"""The batcher between the event loop and the model: it queues jobs, worker threads compute batches and return answers.
+"""The batcher between the event loop and the model: it queues jobs; worker threads compute batches and return answers.
 
 Workers take the next batch themselves, so the model never waits for the event loop, which may be busy receiving. The
 canary tests readiness by sending a sample row through the queue and the model.
@@ -32,10 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Warms a backend up, computes batches until the batcher closes, and closes it, all in one thread.
+    """Warms up a backend, computes batches until the batcher closes, then closes the backend, all in one thread.
 
-    Some models must be warmed up, called and closed in a single thread. It is a daemon thread, so that a hanging model
-    does not keep the process alive. The futures `warm` and `closed` are done once that has happened to the backend.
+    Some models must be warmed up, called and closed in a single thread. The worker's thread is a daemon thread, so that
+    a hanging model does not keep the process alive. The futures `warm` and `closed` are done once the backend has been
+    warmed up and closed, respectively.
     """
 
     def __init__(self, batcher: Batcher, executor: Executor) -> None:
@@ -47,7 +48,7 @@ class Worker:
         self.closed: Future[None] | None = None
 
     def start(self, *, discard: bool = False) -> Future[None]:
-        """Start the thread; with `discard` it only closes the backend."""
+        """Start the thread; if `discard` is True, the thread only closes the backend."""
         self.closed = start_call("edl-teacher", lambda: self._run(discard))
         return self.closed
 
@@ -98,9 +99,9 @@ class Worker:
 
 
 _FIRST_HINT_MS = 100
-"""Retry hint before the first batch is computed: as long as a large model needs for some batches on a GPU."""
+"""Retry hint before the first batch is computed: the time that a large model on a GPU needs for a few batches."""
 _LONGEST_HINT_MS = 10_000
-"""Longest retry hint, for a queue of minutes. With a longer one, a teacher that joins later would get no requests."""
+"""Longest retry hint, for a queue of minutes. With a longer hint, a teacher that joins later would get no requests."""
 
 
 class Batcher:
@@ -126,7 +127,7 @@ class Batcher:
         await asyncio.gather(*[asyncio.wrap_future(worker.warm) for worker in self._workers])
 
     async def compute(self, job: InferenceJob) -> bytes:
-        """Compute a job. Cancelling removes it from the queue; if it is being computed, its outputs are dropped."""
+        """Compute a job. Cancellation removes a waiting job from the queue, and drops the outputs of a running one."""
         await self._wait_for_answer(job)
         if isinstance(job.answer, bytes):
             return job.answer
@@ -210,7 +211,7 @@ class Batcher:
             _log.debug("%d answers arrived after the event loop was closed", len(jobs))
 
     async def close(self, timeout_s: float) -> None:
-        """Refuse queued jobs, let each worker finish its batch for up to `timeout_s`, and close the backends."""
+        """Refuse queued jobs, wait up to `timeout_s` for each worker to finish its batch, and close the backends."""
         with self._wake:
             self._closing = True
             left = self.queue.clear()
@@ -281,7 +282,7 @@ class Canary:
             await self._changed(self.healthy)
 
     async def _ask(self) -> str | None:
-        """Send a row; return what is wrong, empty if the model answered, None if that cannot be determined now."""
+        """Send a row; return what is wrong: "" if the model answered, None if this cannot be determined now."""
         job = InferenceJob.of(self._request, self._timeout_s, _NAME, 0, _NAME)
         try:
             await wait_within(self._batcher.compute(job), self._timeout_s)

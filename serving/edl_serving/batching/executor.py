@@ -46,13 +46,13 @@ class Executor:
         self._throttle = LogThrottle(_log)
 
     def run_jobs(self, jobs: Sequence[InferenceJob]) -> None:
-        """Set the answers of all jobs that are not cancelled. Does not raise. Jobs that fail together run alone."""
+        """Set the answers of jobs that are not cancelled; does not raise. If a batch fails, its jobs are run singly."""
         self.run_next_part(jobs)
         while len(jobs) == 1 and jobs[0].unfinished:
             self.run_next_part(jobs)
 
     def run_next_part(self, jobs: Sequence[InferenceJob]) -> None:
-        """Do as `run_jobs`, but compute only the next part of a job that is larger than a batch."""
+        """Like `run_jobs`, but compute only the next part of a job that is larger than a batch."""
         jobs = [job for job in jobs if not job.cancelled]
         if not jobs:
             return
@@ -141,7 +141,7 @@ class Executor:
         return whole
 
     def _merge(self, jobs: Sequence[InferenceJob], rows: int) -> list[Array]:
-        """Concatenate the jobs' inputs in buffers that are reused, because new buffers would cost page faults."""
+        """Concatenate the jobs' inputs in reused buffers, because new buffers would cause page faults."""
         merged = []
         for index, first in enumerate(jobs[0].request.arrays):
             shape = (rows, *first.shape[1:])
@@ -156,7 +156,7 @@ class Executor:
         return merged
 
     def _predict_views(self, arrays: Sequence[Array], rows: int, plan: RequestPlan) -> Mapping[str, Array]:
-        """Do as `_predict`, on arrays that are views of a message or of a student's memory."""
+        """Like `_predict`, for arrays that are views of a message or of a student's shared memory."""
         k = plan.options.top_k or 1
         if self.backend.writes_inputs:
             return self._predict([array.copy() for array in arrays], rows, plan, k)
@@ -220,7 +220,7 @@ class Executor:
 
 
 def _check_top_k(spec: TensorSpec, output: object, rows: int, k: int) -> dict[str, Array]:
-    """Return the parts of a top-k output by their names in the response; raise if they do not match the spec."""
+    """Return the parts of a top-k output, keyed by their names in the response; raise if they do not match the spec."""
     if output is not None and not isinstance(output, TopKArrays):
         raise ModelFault("output", f"output {spec.name!r} is a {type(output).__name__}, not TopKArrays")
     leading = spec.shape[:-1]

@@ -1,4 +1,4 @@
-"""The backend that asks an engine for labels, and the check of the engine's health, in a thread of its own."""
+"""The backend that asks an engine for labels, and the check of the engine's health, which runs in its own thread."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ _log = logging.getLogger(__name__)
 
 
 class EngineHealth:
-    """Checks an engine's health, and whether it still serves the same model as at the start.
+    """Checks an engine's health, and whether the engine still serves the model that it served at the start.
 
-    An engine that comes back may have been restarted with other settings. So it is probed with a short prompt, as is an
-    engine that refuses a request for a reason that suggests other settings. `fault` is empty if it can be used.
+    An engine that becomes reachable again may have been restarted with other settings. So it is probed with a short
+    prompt. An engine that refuses a request is also probed if the reason suggests that its settings have changed.
+    `fault` is empty if the engine can be used.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class EngineHealth:
         self._loop = BackgroundLoop("edl-engine-health", self._look)
 
     def set_changed(self, why: str) -> str:
-        """Record that the engine's weights have changed since the start, so that it can no longer be used."""
+        """Record that the engine's weights have changed since the start, so the engine can no longer be used."""
         changed = (
             f"{self.engine.address} has changed: {why}; labels of both models would be mixed. Start this gateway "
             "again, with a different --model-version"
@@ -136,14 +137,14 @@ class EngineHealth:
 
 
 _TEMPERATURE = 1.0
-"""The temperature of the engines' prompt log-probabilities. The tail at another one cannot be computed from them."""
+"""The temperature of the engines' prompt log-probabilities, from which no tail at another temperature follows."""
 
 
 class GatewayBackend(Backend):
     """Asks an engine for the log-probabilities of prompts.
 
-    An instance sends all sequences of a batch at once over its own connections, in the thread that calls it. The batch
-    size limits the tokens in flight. Instances share an `EngineHealth`, which the caller closes.
+    Each instance sends all sequences of a batch at once over its own connections, in the thread that calls the
+    instance. The batch size limits the tokens in flight. Instances share an `EngineHealth`, which the caller closes.
     """
 
     inputs: tuple[TensorSpec, ...] = (
@@ -185,7 +186,7 @@ class GatewayBackend(Backend):
             self._check_targets(inputs[names.IDS], inputs[names.POSITION], inputs[names.TARGETS][:, 0])
 
     def _check_targets(self, ids: Array, position: Array, targets: Array) -> None:
-        """Refuse targets other than the next token, because engines report no other log-probability."""
+        """Refuse targets other than the next token, because engines report the log-probability of no other target."""
         wrong = (targets[:-1] != ids[1:]) & (position[1:] != 0)
         if wrong.any():
             row = int(wrong.argmax())
@@ -205,7 +206,7 @@ class GatewayBackend(Backend):
         return {names.IDS: np.zeros(rows, np.int32), names.POSITION: position}
 
     def warm_up(self, max_rows: int) -> None:
-        """Ask about a single token. The engine warms itself up, or other clients have done so."""
+        """Ask about a single token. The engine warms itself up, or other clients have already warmed it up."""
         self.predict_top_k(self.sample(1), self._health.k, _TEMPERATURE)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -279,7 +280,7 @@ def _unavailable(why: str, reason: str) -> RequestError:
 
 
 def _prompts(ids: Array, position: Array, targets: Array | None) -> list[list[int]]:
-    """Return the tokens of each sequence and one more: the target of its last row, or any token without targets.
+    """Return each sequence's tokens and one more token: the target of the last row, or any token without targets.
 
     The additional token does not change the labels, because a causal model's predictions depend on earlier tokens only.
     """

@@ -1,4 +1,4 @@
-"""`edl register vllm://HOST:PORT` and `sglang://…`: make a teacher of a language model that an engine serves."""
+"""`edl register vllm://HOST:PORT` and `sglang://…`: turn a language model that an engine serves into a teacher."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from edl_serving.serve_config import SERVER_GROUPS, TeacherConfig, pick, prepare
 _log = logging.getLogger(__name__)
 
 BATCHES = 2
-"""Batches in flight, so that the engine has the next batch while it computes the last sequences of this one."""
+"""Batches in flight, so that the engine already has the next batch while it computes the last sequences of a batch."""
 _TOKENS_IN_FLIGHT = 16_384
-"""As many as vLLM processes in two steps on a large GPU; more would only occupy memory. A sequence may have half."""
+"""The tokens of two vLLM steps on a large GPU; more would only occupy memory. A sequence may have half as many."""
 _QUEUED_BATCHES = 4
-"""Batches that may wait, as with `edl serve`. With fewer the engine may idle, with more its labels arrive late."""
+"""Batches that may wait, as in `edl serve`. With fewer, the engine may be idle; with more, its labels arrive late."""
 _ENGINE = OptionGroup(
     "the engine",
     (
@@ -61,12 +61,12 @@ GATEWAY_GROUPS = (
     ],
     _MORE_ENGINE,
 )
-"""The options of the gateway: those of `edl serve`, with the engine's in place of the model's."""
+"""The options of the gateway: the options of `edl serve`, with options for the engine instead of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(TeacherConfig):
-    """Settings of a teacher and its engine. Without `exact_model`, an engine's only model is used under any name."""
+    """Settings of a teacher and its engine. Without `exact_model`, any model name means an engine's only model."""
 
     engine: EngineAccess
     engine_model: str

@@ -1,17 +1,17 @@
-"""The engines' endpoints that score prompts: how a request for a sequence is made, and how the answer is read.
+"""The engines' endpoints for scoring prompts: how to make the request for a sequence, and how to read the answer.
 
 The endpoints are vLLM's `/inference/v1/generate` (token ids in and out, no detokenization) and `/v1/completions`, and
 SGLang's `/generate`. Requests set temperature 1 and no penalties. Prompt log-probabilities should ignore both, but an
 engine might otherwise apply the model's own generation settings.
 
-An engine's position p holds its prediction OF token p, while our row t holds the prediction of token t + 1. So a
-sequence of T tokens is sent with one more token at its end, and row t is position t + 1. Any token will do, because a
-causal model's predictions depend only on the tokens before.
+In an engine's answer, position p holds the prediction of token p itself, while row t of EDL's labels holds the
+prediction of token t + 1. So a sequence of T tokens is sent with one more token at its end, and row t is read from
+position t + 1. Any token will do, because a causal model's predictions depend only on the tokens before.
 
-Labels of one position must not be mistaken for those of another. vLLM lists the prompt's own token at every position:
-it must be in the list and, if it makes the list longer than k, be the smallest. SGLang reports the prompt's tokens with
-their log-probabilities separately: the value must equal that in the list or, if the token is not in the list, not
-exceed the list's smallest.
+Labels for one position must not be mistaken for labels for another. vLLM lists the prompt's own token at every
+position. This token must be in the list; if it makes the list longer than k, its value must be the smallest. SGLang
+reports the prompt's tokens and their log-probabilities separately. The value of such a token must equal its value in
+the list; if the token is not in the list, its value must not exceed the smallest value in the list.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _MASS_TOLERANCE = 1e-2
 """How far the sum of the k probabilities may exceed 1. With bfloat16 logits it does so by a few thousandths; if the
 values were logits or had another temperature, by far more."""
 _AGREEMENT = 1e-3
-"""How far two log-probabilities of one token may differ: little, since an engine takes both from the same numbers."""
+"""How much two log-probabilities of a token may differ: little, as an engine takes both from the same numbers."""
 _RESOLUTION = 2.0**-24
-"""Half the distance from 1 to the next float32: an engine computes in float32, and knows no smaller 1 - p."""
+"""Half the distance from 1 to the next float32. An engine computes in float32, which has no smaller 1 - p."""
 
 
 class EngineAnswerError(Exception):
-    """Raised for an engine's answer that is not what was asked for; the message says what it has instead."""
+    """Raised if an engine's answer is not what was asked for; the message says what the answer has instead."""
 
 
 def top_k_rows(ids: Array, values: Array, k: int) -> TopKArrays:
-    """Return the k largest entries of each row, equal ones by ascending id, and the log of the remaining probability.
+    """Return each row's k largest entries (equal values by ascending id), and the log of the remaining probability.
 
     `ids` (int64) and `values` (float64 log-probabilities at temperature 1) have shape `[rows, entries]`, with at least
     k entries in each row. Shorter rows are padded with an id of -1 and a value of -inf.
@@ -88,12 +88,12 @@ def _check_entries(ids: Array, values: Array) -> None:
 
 
 def _first_row(wrong: Array) -> int:
-    """Return the engine's position for the first row in which `wrong` is true."""
+    """Return the position in the engine's answer that belongs to the first row in which `wrong` is true."""
     return int(wrong.any(-1).argmax()) + 1
 
 
 _ABOVE_CERTAIN = 0.01
-"""Largest accepted log-probability. With bfloat16 logits it may exceed 0 by some thousandths; logits are far larger."""
+"""Largest accepted log-probability. With bfloat16 logits it may be a few thousandths above 0; logits are far larger."""
 
 
 Entries: TypeAlias = tuple[list[list[int]], list[list[Any]], list[Any]]
@@ -107,7 +107,7 @@ class ScoringEndpoint(abc.ABC):
 
     @abc.abstractmethod
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
-        """Make the request for a prompt, which is a sequence and one more token."""
+        """Return the request body for a prompt, which is a sequence and one more token."""
 
     @abc.abstractmethod
     def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
@@ -136,17 +136,17 @@ class ScoringEndpoint(abc.ABC):
         return rows, own_values
 
     def weight_version(self, answer: Mapping[str, Any]) -> str:
-        """Return the version of the weights that the answer names; empty if it names none."""
+        """Return the version of the weights that the answer states; empty if the answer states none."""
         return ""
 
     def model(self, answer: Mapping[str, Any]) -> str:
-        """Return the model that the answer names, which a router may have chosen; empty if it names none."""
+        """Return the model named in the answer, which a router may have chosen; empty if the answer names none."""
         name = answer.get("model")
         return name if isinstance(name, str) else ""
 
 
 def _check_positions(ids: Array, values: Array, tokens: Array, own: Array, smallest: Array) -> None:
-    """Refuse lists that belong to other positions; `smallest` is the k-th value of each list."""
+    """Raise if a list belongs to another position; `smallest` holds the k-th value of each list."""
     is_own = ids == tokens[:, None]
     listed = np.where(is_own, values, -np.inf).max(-1)
     with np.errstate(invalid="ignore"):  # -inf beside -inf

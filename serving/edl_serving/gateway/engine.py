@@ -1,6 +1,6 @@
 """An engine: its address, HTTP requests with deadlines, the meaning of its refusals, and its abilities.
 
-The abilities are checked before students are served. If the engine lacks one, the error says what to change.
+The abilities are checked before students are served. If the engine lacks an ability, the error says what to change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _URL = re.compile(
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """The address of an engine, and its kind: "vllm" or "sglang". With `tls` it speaks HTTPS, else HTTP."""
+    """The address of an engine and the engine's kind, "vllm" or "sglang". With `tls` it serves HTTPS, else HTTP."""
 
     kind: str
     host: str
@@ -69,18 +69,18 @@ def names_engine(text: str) -> bool:
 
 
 _CONNECT_S = 5.0
-"""Timeout to connect to an engine in the same data centre. With less, two lost packets would make it look dead."""
+"""Timeout to connect to an engine in the same data centre. If shorter, two lost packets would make it look dead."""
 _AGAIN_S = 0.05  # pause before a request is sent again, long enough for a new connection; students wait meanwhile
 _LARGEST_LOOK = 1 << 20  # bytes of an answer to a GET request; a list of models takes a few thousand
 _CONNECTIONS = 256  # more would wait in the engine instead of here
 """Requests in flight at a time: as many sequences as vLLM computes at once by default."""
 _FULL_HINT_MS = 500  # retry hint if a full engine does not send one
 _LONGEST_HINT_MS = 60_000
-"""Longest retry hint that students accept. With a longer one they would still wait when the engine is free again."""
+"""Longest retry hint that students accept. With a longer hint, they would still wait when the engine is free again."""
 
 
 class EngineRefusal(Exception):
-    """Raised for an answer whose HTTP status is not 200, with the engine's message, shortened."""
+    """Raised if the HTTP status of an answer is not 200; contains the engine's message, shortened."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {message}")
@@ -105,7 +105,7 @@ class EngineAccess:
     """How to reach an engine.
 
     Attributes:
-        ca: Path of a PEM file with the CAs that verify its certificate; "" or "system" for the system's CAs.
+        ca: Path of a PEM file with the CAs for verifying the engine's certificate; "" or "system" for the system's CAs.
         token_file: Path of a file whose first token is sent with each request as a bearer token; "" for none.
         timeout_s: Seconds to wait for an answer.
     """
@@ -148,7 +148,7 @@ class EngineConnection:
         return await self._ask("GET", path, None, timeout_s, _LARGEST_LOOK)
 
     async def is_healthy(self) -> bool:
-        """Return whether the engine is healthy; a dying vLLM answers pending requests with 500."""
+        """Return whether the engine is healthy, because a dying vLLM answers pending requests with 500."""
         try:
             await self.get("/health", _CONNECT_S)
         except (EngineRefusal, RequestError):
@@ -156,9 +156,9 @@ class EngineConnection:
         return True
 
     async def post(self, path: str, body: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Send a POST request, and repeat it once if the connection breaks: the engine may have closed an idle one.
+        """Send a POST request; repeat it once if the connection breaks, as the engine may have closed an idle one.
 
-        This is safe because answers are the same. Raises `EngineRefusal` or `RequestError`.
+        The repetition is safe because both answers are the same. Raises `EngineRefusal` or `RequestError`.
         """
         data = json.dumps(body, separators=(",", ":")).encode()
         try:
@@ -242,7 +242,7 @@ def _open_session(engine: EngineAccess) -> aiohttp.ClientSession:
 
 
 def _words_of(content: bytes) -> str:
-    """Return the message in an error's JSON, or else its text."""
+    """Return the message in the JSON of an error, or the whole text if it has none."""
     text = content[:4096].decode(errors="replace")
     try:
         found = json.loads(content)
@@ -268,7 +268,7 @@ _RESERVED = {"vllm": 2, "sglang": 8}
 """How many tokens a sequence must be shorter than the engine's limit: one token follows the sequence, one must be
 generated, and SGLang reserves more (`max_req_input_len` in its scheduler)."""
 _ENTRY_BYTES = 512
-"""Largest size of an entry in JSON: usually about 70 bytes, more where vLLM spells out a token of many spaces."""
+"""Largest size of an entry in JSON. Most take about 70 bytes; more if vLLM spells out a token of many spaces."""
 _PROBE_TOLERANCE = 0.5
 """How far the probe's log-probabilities may differ with the same weights. A bfloat16 logit of 16 to 32 is exact to an
 eighth, and a restarted engine may round differently."""
@@ -277,9 +277,9 @@ _MOST_K = re.compile(r"max(?:imum)? allowed:? (\d+)")
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """An engine's answer to a prompt of three tokens; empty texts for what it does not name.
+    """An engine's answer to a prompt of three tokens; a text is empty if the answer does not state it.
 
-    `values` are the largest log-probability of each position, and those of the prompt's tokens.
+    `values` holds the largest log-probability at each position, and the log-probabilities of the prompt's tokens.
     """
 
     weight_version: str
@@ -287,7 +287,7 @@ class ProbeAnswer:
     model: str = ""
 
     def find_change(self, now: ProbeAnswer) -> str:
-        """Return what shows that the weights have changed by `now`; empty if nothing does."""
+        """Compare with a later answer: return what shows that the weights have changed; empty if nothing shows it."""
         if now.weight_version != self.weight_version:
             return f"its weights are {now.weight_version!r} now, but were {self.weight_version!r}"
         for value, before in zip(now.values, self.values, strict=False):
@@ -301,9 +301,9 @@ class EngineFacts:
     """An engine's endpoint, model and limits, as found at the start.
 
     Attributes:
-        root: Where the engine loaded the model from; empty if it does not say.
-        max_sequence: Length of the longest sequence of a student, in tokens.
-        max_model_len: The engine's own limit in tokens, which must be the same when it comes back.
+        root: Path or name from which the engine loaded the model; empty if the engine does not report it.
+        max_sequence: Length of the longest sequence that a student may send, in tokens.
+        max_model_len: The engine's own limit in tokens, which must be the same after the engine restarts.
     """
 
     endpoint: ScoringEndpoint
@@ -314,7 +314,7 @@ class EngineFacts:
     probe: ProbeAnswer
 
     def check_model(self, answer: Mapping[str, Any]) -> None:
-        """Refuse an answer from another model than the probe's, to which a router may have fallen back."""
+        """Refuse an answer from a model other than the probe's; a router may have fallen back to another model."""
         named = self.endpoint.model(answer)
         if named and self.probe.model and named != self.probe.model:
             raise EngineAnswerError(
@@ -330,8 +330,8 @@ def answer_limit(tokens: int, k: int) -> int:
 async def find_facts(engine: EngineAccess, model: str, exact: bool, k: int, wait_s: float) -> EngineFacts:
     """Wait for an engine to start, and find its model and endpoint.
 
-    Unless `exact` is set, the only model of an engine is used under any name. Raises `SettingsError`, which says what
-    to change, if the engine does not answer in time or cannot be used.
+    Unless `exact` is set, if an engine has only one model, that model is used whatever `model` is. If the engine does
+    not answer in time or cannot be used, raises `SettingsError`, whose message says what to change.
     """
     connection = EngineConnection(engine)
     try:
@@ -393,7 +393,7 @@ async def _find_model(
 
 
 async def read_model(connection: EngineConnection, name: str, timeout_s: float) -> tuple[str, int] | None:
-    """Read the root and the longest prompt of a model; None if the engine no longer has the model."""
+    """Return a model's root and the length of its longest prompt; None if the engine no longer has the model."""
     entry = _models_of(await connection.get("/v1/models", timeout_s)).get(name)
     if entry is None:
         return None
@@ -439,7 +439,7 @@ async def probe_endpoint(
 
 
 def most_k(message: str) -> int | None:
-    """Return the largest k that an engine's refusal names; None if the refusal has another reason."""
+    """Return the largest k that an engine accepts, from its refusal; None if it refused for another reason."""
     found = _MOST_K.search(message)
     return None if found is None else int(found[1])
 

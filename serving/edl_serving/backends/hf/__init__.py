@@ -1,1 +1,1 @@
-"""Serves language models and encoders of transformers from safetensors files; students send token ids."""
+"""Serves language models and encoders from transformers, loaded from safetensors files; students send token ids."""

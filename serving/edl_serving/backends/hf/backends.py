@@ -1,8 +1,8 @@
-"""The backends of transformers: language models, encoders, and classifiers of texts.
+"""The backends for models from the transformers library: language models, encoders, and text classifiers.
 
 The sequences of a batch are first grouped into buckets that are computed together, either padded to a common length or
-packed end to end. Language models return the k largest log-probabilities of the next token (or of masked tokens), which
-are selected on the device, because whole log-probabilities would be gigabytes.
+packed end to end. Language models return the k largest log-probabilities for the next token (or for masked tokens).
+These are selected on the device, because the log-probabilities of the whole vocabulary would take gigabytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edl_serving.request_error import invalid_argument
 _log = logging.getLogger(__name__)
 
 _MAX_PADDING = 0.25
-"""Largest ratio of padding to tokens in a bucket. With much less, each length would need a call of its own."""
+"""Largest ratio of padding to tokens in a bucket. With a much lower limit, each length would need its own call."""
 _FREE_PADDING = 64
 """This much padding, in tokens, is cheaper than another call of the model."""
 
@@ -51,10 +51,10 @@ class Bucket:
 def make_buckets(
     starts: Array, rows: int, max_tokens: int, *, padding: bool = True, borders: Sequence[int] = ()
 ) -> list[Bucket]:
-    """Group sequences of similar length into buckets; without `padding`, only sequences of equal length.
+    """Group sequences of similar length into buckets; without `padding`, a bucket has sequences of one length.
 
-    A bucket has at most `max_tokens` positions, padding included; a longer sequence is a bucket by itself. No bucket
-    mixes sequences up to a length in `borders` with longer ones.
+    A bucket has at most `max_tokens` positions, padding included; a longer sequence is a bucket by itself. For each
+    length in `borders`, no bucket holds both sequences up to that length and longer sequences.
     """
     lengths = np.diff(starts, append=rows)
     sides = np.searchsorted(borders, lengths)
@@ -79,7 +79,7 @@ def make_buckets(
 
 
 def make_packs(starts: Array, rows: int, borders: Sequence[int] = ()) -> list[Bucket]:
-    """Pack the sequences end to end, in order: one bucket of one line for each range of lengths between `borders`."""
+    """Pack sequences end to end, in order: a bucket with a single line for each range of lengths between `borders`."""
     lengths = np.diff(starts, append=rows)
     sides = np.repeat(np.searchsorted(borders, lengths), lengths)
     packs = [np.flatnonzero(sides == side)[None] for side in range(len(borders) + 1)]
@@ -90,11 +90,11 @@ _GPU_SLICE_BYTES = 256 << 20
 """Bytes of float32 log-probabilities held at a time, plus about twice as many of working memory: 440 rows with a
 vocabulary of 152k tokens. With 64 MiB, starting kernels took an H200 a sixth of the time of a batch of 8,192 tokens."""
 _CPU_SLICE_BYTES = 8 << 20
-"""The same on a CPU, where more leaves a core's caches: with 8k words, 8,100 rows a second; with 64 MiB, 4,800."""
+"""The limit on a CPU. More would not fit a core's caches (8k words: 8,100 rows a second; 4,800 with 64 MiB)."""
 
 
 class TopLogits(NamedTuple):
-    """The largest log-probabilities of each row, as in `TopKArrays`, and those of the targets `[rows, m]`."""
+    """The largest log-probabilities of each row, as in `TopKArrays`, and the targets' log-probabilities `[rows, m]`."""
 
     ids: torch.Tensor
     values: torch.Tensor
@@ -127,12 +127,12 @@ def select_top_k(logits: torch.Tensor, k: int, temperature: float, targets: torc
 
 
 _WARM_UP_TOKENS_CPU = 1024
-"""Tokens of a warm-up on a CPU, where no GPU memory has to be reserved. More would take a large model many seconds."""
+"""Tokens in a warm-up on a CPU, which need not reserve GPU memory. With more, a large model would take many seconds."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model of transformers, its version and its metadata for discovery.
+    """A model from the transformers library, its version, and its metadata for discovery.
 
     `max_tokens` limits the positions in one call, padding included; `longest` is the length of the longest sequence.
     """
@@ -145,7 +145,7 @@ class LoadedModel:
 
 
 class TransformersBackend(Backend):
-    """A model of transformers."""
+    """A model from the transformers library."""
 
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
@@ -214,20 +214,20 @@ class TokenBackend(TransformersBackend):
         return {names.IDS: np.zeros(rows, np.int32), names.POSITION: places % np.int32(self._loaded.longest)}
 
     def warm_up(self, max_rows: int) -> None:
-        """Compute one token, then the longest sequences; on a GPU a full batch of them, to reserve the memory."""
+        """Compute one token, then the longest sequences: on a GPU, a full batch of these, to reserve the memory."""
         on_gpu = self._device.type == "cuda"
         super().warm_up(max_rows if on_gpu else min(max_rows, self._loaded.longest, _WARM_UP_TOKENS_CPU))
 
 
 _WHOLE_LOGITS_BYTES = 1 << 30
-"""Bytes of logits in one call of a model whose head cannot be computed in slices."""
+"""Largest number of bytes of logits in one call of a model whose head cannot be computed in slices."""
 
 
 class LanguageModelBackend(TokenBackend):
     """A causal or masked language model.
 
-    A sequence of T tokens is T rows. Row t holds token t, and the model's prediction of token t + 1 (for a masked
-    language model, of token t itself). With `packing`, sequences are computed end to end instead of padded.
+    A sequence of T tokens is T rows. Row t holds token t and the model's prediction for token t + 1 (in a masked
+    language model, for token t itself). With `packing`, sequences are computed end to end instead of padded.
     """
 
     inputs: tuple[TensorSpec, ...] = (*TokenBackend.inputs, TensorSpec(names.TARGETS, "INT32", (-1,)))
@@ -327,7 +327,7 @@ LOGITS = "logits"
 
 
 class FeatureBackend(TokenBackend):
-    """The last hidden states of a model; a row is a token and its hidden state."""
+    """A model that returns its last hidden states; a row is a token and its hidden state."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)

@@ -34,7 +34,7 @@ TASKS = {
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_LENGTH = 10**7
-"""A tokenizer's `model_max_length` from here on means that it is unknown; transformers writes 1e30."""
+"""If a tokenizer's `model_max_length` is at least this, its limit is unknown; transformers writes 1e30 in this case."""
 
 
 def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
@@ -88,7 +88,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def _tokenizer_meta(folder: Path) -> dict[str, str]:
-    """Return the tokenizer's hash, for students to compare; empty if the folder has no tokenizer."""
+    """Return the tokenizer's hash, which students compare with their own; empty if the folder has no tokenizer."""
     try:
         return {names.TOKENIZER_META: hash_tokenizer(folder)}
     except SettingsError as exc:

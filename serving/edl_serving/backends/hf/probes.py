@@ -1,8 +1,8 @@
-"""Tests on the loaded model how its architecture behaves, because its name does not tell.
+"""Tests the loaded model to find out how its architecture behaves, because the architecture's name does not tell.
 
-transformers chooses the frequencies of some rotary embeddings by the largest position in the whole call. The labels of
-a sequence then depend on the other sequences in its batch ("longrope"), or on earlier calls ("dynamic", beyond the
-original length).
+The transformers library chooses the frequencies of some rotary embeddings by the largest position in the whole call.
+The labels of a sequence then depend on the other sequences in its batch ("longrope"), or on earlier calls ("dynamic",
+beyond the original length).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_causal(model: Any, vocabulary: int, length: int) -> bool:
 
 
 def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
-    """Return whether packed sequences that only `position_ids` separate do not influence one another."""
+    """Return whether packed sequences stay independent of one another when only `position_ids` separate them."""
     length = min(length, _LENGTH)
     second = sample_ids(vocabulary, length, 1)
     position = torch.arange(length).repeat(2)[None]
@@ -59,7 +59,7 @@ def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
 
 
 def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) -> bool:
-    """Return whether a sequence's output is the same beside a short one, a long one (by positions), and a short one."""
+    """Return whether a sequence's output stays the same beside a short, a long (by positions) and again a short one."""
     length = min(end - start, _LENGTH)
     ids = sample_ids(vocabulary, length)
     short = torch.arange(length)
@@ -74,7 +74,7 @@ def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) ->
 
 
 def _first_of(model: Any, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor | None:
-    """Return the output of the first sequence of two; None if it cannot be computed."""
+    """Return the model's output for the first of two sequences; None if the output cannot be computed."""
     inputs: dict[str, Any] = {"input_ids": ids.to(model.device), "position_ids": position.to(model.device)}
     for options in ({"use_cache": False}, {}):  # encoders do not accept `use_cache`
         try:
@@ -89,7 +89,7 @@ def _first_of(model: Any, ids: torch.Tensor, position: torch.Tensor) -> torch.Te
 
 
 def has_plain_head(model: Any, vocabulary: int, length: int) -> bool:
-    """Return whether the logits are exactly the output embedding of the base model's hidden states."""
+    """Return whether the logits are exactly the output embedding applied to the base model's hidden states."""
     config = model.config.get_text_config()
     if any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES):
         return False
@@ -118,7 +118,7 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
-    """Return lengths such that sequences up to one of them must not be computed together with longer ones.
+    """Return lengths; sequences up to each length must not be computed together with sequences beyond it.
 
     Raises `SettingsError` if labels would still depend on other sequences in the batch, or on earlier calls.
     """

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
-from edl.errors import AccessDeniedError, ClosedError, EDLError, KubernetesError
+from edl.errors import ClosedError, EDLError, KubernetesError
 from edl.kube.client import KubeClient
 from edl.kube.connection import Stream
 from edl.kube.objects import Object
@@ -31,10 +31,7 @@ ObjectKey: TypeAlias = tuple[str, str]
 _LENGTH_S: Final = 240.0
 """Length of a watch, after which a new one continues: this also ends connections that died unnoticed."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
-"""First and longest wait after failures: a restarted API server is found within 5 s."""
-_DENIED_RETRY_S: Final = 20.0  # if access is denied: a permission granted later is noticed within it
-_QUICK_TRIES: Final = 5
-"""Consecutive refusals before that wait: permissions may be granted a moment after the watch starts."""
+"""First and longest wait after failures: a restarted API server, or a right granted later, is found within 5 s."""
 _SHORTEST_S: Final = 1.0  # a watch that ended sooner was cut off on the way, and is not retried at full speed
 
 _CLOSE_S: Final = 2.0  # for `close` to wait for a request that cannot be interrupted, such as a connection attempt
@@ -117,8 +114,6 @@ class KubeWatch:
                 return None
             self._resource_version = ""
             self._set_error(exc)
-            if isinstance(exc, AccessDeniedError) and self._backoff.failures >= _QUICK_TRIES:
-                return _DENIED_RETRY_S * random.uniform(0.5, 1.0)
             hint_s = exc.retry_after_s if isinstance(exc, KubernetesError) else 0.0
             return max(self._backoff.next_wait_s(), min(hint_s, _LAST_RETRY_S))
         if time.monotonic() - begun < _SHORTEST_S:

@@ -147,7 +147,7 @@ def test_first_list_may_fail(script: Script, follow: Callable[..., KubeWatch]) -
     assert not watch.listed
     assert 'verbs: ["list"]' in watch.stale
     script.away = None
-    wait_until(lambda: watch.listed, "a list: after many refusals it asks three times a minute")
+    wait_until(lambda: watch.listed, "a list")
 
 
 def test_silent_connection_is_noticed(

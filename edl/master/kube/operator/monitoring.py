@@ -33,13 +33,11 @@ class OperatorHealth:
         self._failing_since_s: float | None = None
 
     def beat(self) -> None:
-        with self._lock:
-            self._beat_s = self._clock()
+        self._beat_s = self._clock()
 
     def set_waiting(self, reason: str) -> None:
         """Record why the watches wait; empty if they do not."""
-        with self._lock:
-            self._waiting = reason
+        self._waiting = reason
 
     def note_request(self, code: int) -> bool:
         """Record a request to the API server; return whether the server has just come back or gone away."""
@@ -54,8 +52,7 @@ class OperatorHealth:
 
     def check_live(self) -> str:
         """Return why the operator should be restarted; empty if it is healthy."""
-        with self._lock:
-            silent_s = self._clock() - self._beat_s
+        silent_s = self._clock() - self._beat_s
         if silent_s > _BEAT_LIMIT_S:
             return f"the watches' loop gave no sign of life for {silent_s:.0f} s"
         stuck_s = self._get_stuck_s()
@@ -65,10 +62,9 @@ class OperatorHealth:
 
     def check_ready(self) -> str:
         """Return why the operator is not working now; empty if it is."""
-        with self._lock:
-            if self._waiting:
-                return self._waiting
-            since_s = self._failing_since_s
+        if self._waiting:
+            return self._waiting
+        since_s = self._failing_since_s
         if since_s is not None and self._clock() - since_s > _AWAY_LIMIT_S:
             return f"the API server has been unreachable for {self._clock() - since_s:.0f} s"
         return ""

@@ -34,7 +34,7 @@ from edl.master.scaling.arbitration import PATIENCE_S, arbitrate
 logger = logging.getLogger(__name__)
 
 
-_RETRY_S: Final = 60.0  # for a forbidden namespace: as often as its watch is retried
+_RETRY_S: Final = 60.0  # for a forbidden namespace: once it is allowed, its watch tells of the pools sooner
 
 
 class ServiceHolders:

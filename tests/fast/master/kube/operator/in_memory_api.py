@@ -24,7 +24,6 @@ class InMemoryApi:
         self.calls: list[tuple[str, str, str]] = []
         self.made: list[str] = []
         self.kill_after: int | None = None
-        self.refuse: Exception | None = None
         self._versions = itertools.count(1)
         self._lives: dict[tuple[str, str, str], int] = {}
         self.now_s = 1_000_000.0
@@ -58,9 +57,6 @@ class InMemoryApi:
         return ObjectList(items, "1")
 
     def create(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
-        if self.refuse is not None and kind.plural == "pods":
-            self._count("create", kind, obj["metadata"]["name"])
-            raise self.refuse
         key = (kind.plural, namespace or "", obj["metadata"]["name"])
         if key in self.objects:
             self._count("create", kind, key[2])

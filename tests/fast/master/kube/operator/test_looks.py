@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -261,35 +260,6 @@ class ScheduleMachine(RuleBasedStateMachine):
 
 ScheduleMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
 TestSchedule = ScheduleMachine.TestCase
-
-
-def test_key_is_worked_on_once_at_a_time() -> None:
-    active: list[str] = []
-    added = threading.Event()
-    worked: list[str] = []
-    overlaps: list[str] = []
-
-    def work(key: str) -> float | None:
-        if key in active:
-            overlaps.append(key)
-        active.append(key)
-        assert added.wait(60)
-        active.remove(key)
-        worked.append(key)
-        return None
-
-    queue = WorkQueue(work, workers=4)
-    try:
-        for number in range(20):
-            for key in "abc":
-                queue.add(key)
-            wait_until(lambda number=number: number or len(active) == 3, "all keys under way")  # type: ignore[misc]
-        added.set()
-        wait_until(lambda: len(queue) == 0, "the end of the work")
-    finally:
-        queue.close()
-    assert not overlaps
-    assert sorted(worked) == list("aabbcc"), "what was added again and again while a key was worked on is once more"
 
 
 def test_errors_are_repeated_and_reported() -> None:

@@ -11,8 +11,7 @@ import pytest
 from edl.cli import main
 from edl.cli.kube.logs import FINAL_PHASES, PhaseObserver
 from edl.cli.kube.manifests import LocalScript, make_submission
-from edl.cli.kube.sending import create_all
-from edl.cli.kube.submit import parse_options
+from edl.cli.kube.submit import create_all, parse_options
 from edl.cli.kube.workloads import Target
 from edl.errors import ConflictError, InvalidObjectError, KubernetesError
 from edl.kube.client import KubeClient

@@ -20,8 +20,7 @@ from edl.cli.kube.manifests import (
     read_manifests,
     read_script,
 )
-from edl.cli.kube.sending import check_manifests
-from edl.cli.kube.submit import parse_options
+from edl.cli.kube.submit import check_manifests, parse_options
 from edl.errors import SettingsError
 from edl.master.kube.resources import parse_elastic_job, parse_teacher_pool
 from tests.cluster.machine import ROOT

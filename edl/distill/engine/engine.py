@@ -229,6 +229,7 @@ class Engine:
     async def close(self) -> None:
         """End all connections; open jobs are never called back."""
         self._closed = True
+        self._take_jobs()
         if self._timer is not None:
             self._timer.cancel()
         jobs, self._jobs = self._jobs, {}
@@ -250,8 +251,11 @@ class Engine:
         self._take_jobs()
 
     def _take_jobs(self) -> None:
-        while self._submitted and not self._closed:
+        while self._submitted:
             job = self._submitted.popleft()
+            if self._closed:
+                job.on_done(NoTeacherError("the reader is closed"), "")
+                continue
             now, payload = self._now(), job.payload
             if not self._jobs:
                 self._outage.start_work(now)

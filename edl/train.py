@@ -1,9 +1,10 @@
 """The training loop of `edl train`: from a model definition and a Parquet file to a trained model.
 
-Each worker of the job runs `main`, as module `edl.train` under `edl run`. The user's file defines `model()`; everything
-else has a default. An `ElasticSampler` deals out the rows of a table that each worker holds in memory, `distill` adds
-the teachers' soft labels, an `ElasticTrainer` updates the model on the whole batch, and a `Checkpointer` saves each
-step. At the end of each epoch the workers share the evaluation. The first worker writes the trained model.
+Each worker in the job runs `main`, as the module `edl.train` under `edl run`. The user's file defines `model()`;
+everything else has a default. Each worker holds the table in memory, and an `ElasticSampler` distributes the table's
+rows among the workers. `distill` adds the teachers' soft labels, an `ElasticTrainer` updates the model on the whole
+batch, and a `Checkpointer` saves the training state. At the end of each epoch, the workers share the work of the
+evaluation. The first worker writes the trained model.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from edl.errors import EDLError, SettingsError
 from edl.quoting import did_you_mean, quote
 
 Columns: TypeAlias = dict[str, Any]
-"""Rows of a table, by column: tensors [rows, ...], or lists of strings, bytes or sequences of different lengths."""
+"""Rows of a table, by column: a tensor [rows, ...], or a list of strings, bytes or sequences of different lengths."""
 
 _EVALUATION_S: Final = 3600.0  # longest duration of an evaluation before it counts as a hang
 _PROGRESS_S: Final = 30.0  # between progress lines within an epoch
@@ -72,7 +73,7 @@ class TrainPlan:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train as one worker of a job. `arguments` are the path of the user's file and a `TrainPlan` in JSON."""
+    """Train as one worker in a job. `arguments` are the path of the user's file and a `TrainPlan` in JSON."""
     path, plan = arguments
     try:
         _Training(load_definition(path), TrainPlan(**json.loads(plan))).run()
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def load_definition(path: str) -> ModuleType:
-    """Import the user's file, which may import its neighbours; raise `SettingsError` if a name is not a function."""
+    """Import the user's file, which may import files beside it. Raises `SettingsError` if a name is not a function."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise SettingsError(f"{path}: there is no such Python file")
@@ -101,7 +102,7 @@ def load_definition(path: str) -> ModuleType:
 
 
 class ParquetTable(Dataset[Columns]):
-    """The rows of Parquet files, in memory; `transform` is the user's function from columns to columns.
+    """The rows of Parquet files, in memory. `transform` is the user's function that maps columns to columns.
 
     Columns of numbers, or of equally long lists of numbers, become tensors; other columns become lists.
     """
@@ -346,7 +347,7 @@ class _Training:
     # --- Output ---
 
     def _made(self, name: str, default: Any, kind: type, *arguments: Any) -> Any:
-        """Call one of the user's functions, whose result must be of type `kind`."""
+        """Call one of the user's functions. Its result must be of type `kind`."""
         made = getattr(self._definition, name, default)(*arguments)
         if not isinstance(made, kind):
             raise SettingsError(f"{name}() must return a torch {kind.__name__}, not {quote(made)}")
@@ -357,7 +358,7 @@ class _Training:
             print(text, flush=True)  # noqa: T201 - output for the user
 
     def _check_output(self) -> None:
-        """Refuse an output folder that cannot be written, before the training instead of after it."""
+        """Refuse an output folder that cannot be written to. This happens before training rather than after it."""
         try:
             files, root = fsspec.core.url_to_fs(self._plan.output)
             files.makedirs(root, exist_ok=True)
@@ -386,7 +387,7 @@ class _Training:
         self._tell(f"the model is in {self._plan.output}: {', '.join(path.name for path in made)}")
 
     def _write_program(self, network: nn.Module, path: str) -> None:
-        """Write the network as `torch.export` traces it, for any number of rows."""
+        """Write the network, traced by `torch.export` for any number of rows."""
         rows = range(min(2, len(self._table)))  # a dimension of 1 could not be dynamic
         examples = tuple(self._take(self._batch(self._table, rows)))
         try:

@@ -3,8 +3,8 @@
 `main` finds the command, runs it, and turns errors into one line and an exit code: 1 for an `EDLError`, 2 for wrong
 usage, 75 if the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C.
 
-Commands come from a table here, and from entry points of the group `edl.commands` in any installed package. Each is
-imported only when it runs: some need torch, and `edl --help` should not.
+Commands come from a table in this module, and from entry points in the group `edl.commands` of any installed package.
+Each command is imported only when it runs: some commands need torch, and `edl --help` should not import it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Across machines, give every command and program the same store:
 _USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TRY_AGAIN = 1, 2, 141, 130, 75
-"""As in a shell: 128 plus the signal's number (SIGPIPE, SIGINT); EX_TEMPFAIL of sysexits.h; 2 as in argparse."""
+"""As in a shell, 128 plus the signal's number (SIGPIPE, SIGINT); EX_TEMPFAIL from sysexits.h; 2, as argparse uses."""
 
 _GROUP = "edl.commands"
 _COMMANDS = {
@@ -85,7 +85,7 @@ _COMMANDS = {
     "delete": ("edl.cli.kube.workloads:delete", "Deletes jobs and pools on Kubernetes without asking"),
     "operator": ("edl.cli.servers:operator", "Runs ElasticJobs and TeacherPools in a Kubernetes cluster"),
 }
-"""Name -> target and summary, in the order in which a new user needs them. An empty target means an entry point."""
+"""Command -> target and summary, in the order a new user needs them; if the target is empty, see the entry points."""
 
 _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),
@@ -99,14 +99,14 @@ _PROVIDERS = {
     "torch": ("torch", "torch"),
     "yaml": ("pyyaml", "kubernetes"),
 }
-"""Module -> the package that contains it, and the extra of EDL that installs the package and all else it needs."""
+"""Module -> the package that contains it, and the EDL extra that installs the package and all else needed with it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `edl`.
 
     Args:
-        argv: Arguments without the program's name; None for those of this process.
+        argv: Arguments without the program's name; None for this process's arguments.
 
     Returns:
         The exit code. `argparse` may raise SystemExit instead, after `--help`.
@@ -163,7 +163,7 @@ def _help() -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A command; `target` is `package.module`, with `:function` unless that is `main`."""
+    """A command; `target` is `package.module`, followed by `:function` unless the function is `main`."""
 
     name: str
     target: str
@@ -180,7 +180,7 @@ class Command:
 
 
 def find_commands() -> dict[str, Command]:
-    """Return all commands by name, in the order in which to list them. EDL's own cannot be replaced."""
+    """Return all commands by name, in the order in which to list them. EDL's own commands cannot be replaced."""
     offered = {entry.name: entry.value for entry in entry_points(group=_GROUP)}
     found = {}
     for name in [*_COMMANDS, *sorted(offered.keys() - _COMMANDS.keys())]:
@@ -191,7 +191,7 @@ def find_commands() -> dict[str, Command]:
 
 
 def explain_missing(exc: ModuleNotFoundError) -> str | None:
-    """Return what to install for a missing module; None for EDL's own modules: a bug that needs its traceback."""
+    """Return what to install for a missing module; None for one of EDL's own: a bug, which needs its traceback."""
     missing = (exc.name or "").partition(".")[0]
     if missing in ("", "edl", "edl_serving"):
         return None

@@ -154,7 +154,7 @@ def parser() -> CommandParser:
 
 
 def plan_of(options: argparse.Namespace) -> LabelPlan:
-    """Return the labels to ask for."""
+    """Return the plan of the labels to request."""
     if options.temperature != 1 and options.top_k is None:
         raise SettingsError(f"--temperature {options.temperature:g} requires --top-k: it is only for top-k labels")
     return LabelPlan(
@@ -173,7 +173,7 @@ def plan_of(options: argparse.Namespace) -> LabelPlan:
 
 
 def _check_job(options: argparse.Namespace) -> None:
-    """Refuse options of a job that are invalid, or given without `--job`."""
+    """Refuse job options that are invalid, or that are given without `--job`."""
     if options.job is not None:
         if not re.fullmatch(r"[^/]{1,100}", options.job):
             raise SettingsError(f"--job {quote(options.job)}: expected 1 to 100 characters without a slash")

@@ -1,9 +1,9 @@
 """One process of a labelling job, from start to end.
 
-Each process is also a candidate for the job's master, so the job needs no other process, and any of them may be killed.
-The store holds the master's journal, its progress reports, and each process's label folder. The first process writes a
-`LabelAgreement` into the master's description of the data set: which data, which labels. Every other process compares
-it with its own, and is refused if they differ.
+Each process can also become the job's master, so the job needs no further processes, and any process may be killed. The
+store holds the master's journal, its progress reports, and each process's label folder. The first process writes a
+`LabelAgreement`, which identifies the data and the labels, into the master's description of the data set. Every other
+process compares this agreement with its own, and is refused if the two differ.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ _MASTER_S: Final = 300.0
 _LOOK_S: Final = 0.2
 """Poll interval while waiting for a master."""
 _SAY_AFTER_S: Final = 5.0
-"""Wait for a master before a message says so: the lease of a killed master lasts as long."""
+"""After waiting this long for a master, a process says so: a killed master's lease lasts equally long."""
 _LEASE_S: Final = 10.0
-"""Wait before a process that cannot lead raises: by then the 5 s lease of a killed master has expired."""
+"""Wait before a process that cannot lead raises its error: by then the 5 s lease of a killed master has expired."""
 _LINGER_S: Final = 3.0
 """How long a finished master waits for the other processes to learn that the job is done: they ask every second."""
 _REPORT_S: Final = 1.0
-"""Poll interval of the master's report, which is renewed as often."""
+"""Poll interval for the master's report, which is renewed at the same interval."""
 _MOST_LISTED: Final = 20
 """Maximum number of given-up shards listed; the rest are only counted."""
 _FORMAT: Final = 1
@@ -120,7 +120,7 @@ class LabelAgreement:
             raise ProtocolError(f"the job's master has no labelling job that this EDL version can read: {exc}") from exc
 
     def plan_differences(self, data: DataFingerprint, plan: LabelPlan) -> list[str]:
-        """Describe how this process's data and options differ, as far as known before teachers are asked."""
+        """Describe how this process's data and options differ from the job's, as far as known without teachers."""
         spec = plan.output_spec
         here = {
             "outputs": spec.outputs,
@@ -134,7 +134,7 @@ class LabelAgreement:
         return data.differences(self.data, "in the job") + self.key_differences(here)
 
     def key_differences(self, here: Mapping[str, Any]) -> list[str]:
-        """Describe how the key of this process's labels differs."""
+        """Describe how the key of this process's labels differs from the job's key."""
         there = vars(self.key)
         return [
             f"{_OPTIONS[name]}: {_words_of(value)} here, {_words_of(there[name])} in the job"
@@ -308,7 +308,7 @@ class _Worker:
         return 0
 
     def _missing(self, labels: Mapping[str, Any], folders: Mapping[str, list[str]]) -> tuple[int, list[str]]:
-        """Return how many labels on disk are gone, and which folders, as far as this host can see."""
+        """Return how many labels are gone from disk, and which folders are gone, as far as this host can tell."""
         here = [Path(folder) for folder, hosts in folders.items() if socket.gethostname() in hosts]
         gone = [str(folder) for folder in here if not folder.is_dir()]
         data, key = self._guard.data, self._key
@@ -338,7 +338,7 @@ class _Worker:
         return len(missing), gone
 
     def _final_labels(self, client: MasterClient, store: Store) -> Mapping[str, Any]:
-        """Return the last report of the labels. The master's process may have ended since."""
+        """Return the last report about the labels. The master's process may have ended since then."""
         with contextlib.suppress(DiscoveryError):
             labels = _labels_of(read_report(store, self._job))
             if labels is not None and labels["finished"]:
@@ -353,7 +353,7 @@ class _Worker:
 
 
 class _MasterShards(ShardSource):
-    """Shards that a reader gets from the master. `on_done` is called once, before the first report of a done shard."""
+    """Shards that a reader gets from the master. `on_done` is called once, before a done shard is first reported."""
 
     def __init__(self, reader: ShardReader, on_done: Callable[[], None]) -> None:
         self._reader: Final = reader

@@ -1,7 +1,8 @@
 """`edl master`: hand out a job's data to its workers in shards, without losing any.
 
-Beside the master, an advisor decides how many teachers and workers are wanted: the command connects the job's ledger
-(`edl.collective`) with the advisor (`edl.master.scaling`), which do not import each other.
+Besides the master, the command runs an advisor, which decides how many teachers and workers are wanted. The command
+connects the job's ledger (`edl.collective`) with the advisor (`edl.master.scaling`), because these two packages do not
+import each other.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _POLL_S: Final = 0.2
 _ASK_S: Final = 10.0
 """Timeout for a leading master to put poisoned shards back, or to record that a source has grown."""
 _POISONED, _BY_SIGNAL = 3, 128
-"""Exit codes: shards were given up; and, as in a shell, 128 plus the signal's number."""
+"""Exit codes: 3 if shards were given up; after a signal, 128 plus the signal's number, as in a shell."""
 
 _OPTION_OF: Final = {
     **dict.fromkeys(("kind", "location", "units"), "--data"),
@@ -153,7 +154,7 @@ def _page(
 
 
 class _StreamFollower:
-    """Follows the data set that a master was started with, if the data set grows, while the master leads."""
+    """While a master leads, follows the data set that the master was started with, if that data set grows."""
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class _StreamFollower:
         self._follower: Follower | None = None
 
     def check(self) -> None:
-        """Follow while the master leads, and stop while it stands by; raise the EDLError that ended the follower."""
+        """Follow the data set only while the master leads; raise the EDLError that ended the follower, if any."""
         if self._dataset is None:
             return
         if not self._master.is_leader:
@@ -288,7 +289,7 @@ def _check_known(job: str, url: str, credentials: Credentials, journal: str) -> 
 
 
 def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, DatasetSpec]) -> int:
-    """Ask the leading master to put poisoned shards back, unless its data differ from this command's."""
+    """Ask the leading master to put poisoned shards back, unless its data sets differ from this command's data sets."""
     with MasterClient(job, url, timeout_s=_ASK_S, credentials=credentials) as client:
         for name, spec in specs.items():
             if client.describe_dataset(name) is not None:
@@ -303,7 +304,7 @@ def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, Dat
 
 
 def _by_option(failure: BaseException) -> BaseException:
-    """Return the error with the options' names in place of the specification's fields, where these differ."""
+    """Return the error, with the name of each differing field replaced by the option that sets the field."""
     if not isinstance(failure, ConflictError):
         return failure
     fields = "|".join(_OPTION_OF)
@@ -326,9 +327,9 @@ def _conclude(job: str, status: dict[str, Any], seconds: float) -> int:
 
 
 def default_host(store_url: str) -> str:
-    """Return a master's default listen address: this host only if the store is a file, which other hosts cannot open.
+    """Return a master's default listen address: only this host if the store is a file, which other hosts cannot open.
 
-    Otherwise all addresses, IPv6 and IPv4: processes on all hosts must reach the one that leads.
+    Otherwise, return all addresses, IPv6 and IPv4: processes on all hosts must be able to reach the leading master.
     """
     return "127.0.0.1" if store_url.startswith("sqlite:") else "::"
 
@@ -348,11 +349,11 @@ def warn_of_open_port(host: str, credentials: Credentials) -> None:
 # --- Advice ---
 
 _SAMPLE_S: Final = 10.0
-"""Interval between samples of a job's rate: workers average theirs over several seconds."""
+"""Interval between samples of a job's rate: workers average their own rates over several seconds."""
 _PAUSE_S: Final = 30.0
 """Assumed cost of resizing a job, until it has been measured."""
 _PAUSES: Final = ("rendezvous", "load", "rollback")
-"""Time categories that resizing a job costs: workers meet, load the state, and repeat lost work."""
+"""Categories of the time that resizing a job costs: workers meet, load the state, and repeat lost work."""
 
 
 def _open_advisor(store: Store, options: argparse.Namespace, leads: Callable[[], bool]) -> ScalingAdvisor:
@@ -396,7 +397,7 @@ class WorkerAdviser:
         self._advice: WorkerAdvice | None = None
 
     def __call__(self) -> WorkerAdvice | None:
-        """Return how many workers the job should have; None if it does not run, has no rate, or a rival leads."""
+        """Return how many workers a job should have; None if it is not running or has no rate, or if a rival leads."""
         if not self._leads():
             self._advice = None
             return None

@@ -1,7 +1,7 @@
-"""`edl report`: draw a job: what its nodes did and when, its progress, and its goodput.
+"""`edl report`: draw what a job's nodes did and when, the job's progress, and its goodput.
 
-Within a span of a node's time, categories are stacked by their share: in the file, frequent short saves form a thin
-stripe along a long bar, and areas are amounts of time. matplotlib is imported only for drawing.
+Within a span of a node's time, categories are stacked by their share. In the file, areas are thus amounts of time, and
+frequent short saves form a thin stripe along a long bar. matplotlib is imported only for drawing.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "generation": ("|", "#000000"),
 }
 _NAME_WIDTH = 20
-"""Characters of a node's name: its end distinguishes nodes, and the rest of the line is for the timeline."""
+"""Characters shown of a node's name: its end distinguishes nodes, and the timeline needs the rest of the line."""
 _MAX_ROWS = 20
-"""Maximum number of nodes, and of events: the report fits on a screen or two."""
+"""Maximum number of nodes, and of events, so that the report fits on a screen or two."""
 _MAX_DRAWN: Final = 40
 """Maximum number of nodes in the file: about 12 inches, one page."""
 _WIDTH = 120
-"""Characters of a line if the output is not a terminal."""
+"""Characters per line if the output is not a terminal."""
 _FORMATS: Final = (".png", ".svg", ".pdf")
 
 _DESCRIPTION = """\
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _time_unit(elapsed_s: float) -> tuple[str, float]:
-    """Return the unit for a time axis of this length, and its length in seconds."""
+    """Return the unit for a time axis of this length, and the unit's length in seconds."""
     if elapsed_s < 10 * 60:
         return "seconds", 1.0
     return ("minutes", 60.0) if elapsed_s < 5 * 3600 else ("hours", 3600.0)
@@ -113,7 +113,7 @@ def _headline(summary: JobSummary) -> str:
 
 
 def _rows(summary: JobSummary, most: int) -> list[tuple[str, float, Sequence[Span]]]:
-    """Return name, start in seconds after the job's, and spans, for the job and then the latest nodes."""
+    """Return name, start in seconds after the job's start, and spans: first of the job, then of the latest nodes."""
     nodes = sorted(summary.nodes, key=lambda node: node.began)[-most:]
     rows = [(node.node, node.began - summary.began, node.record.spans) for node in nodes]
     return [("the job", 0.0, summary.spans), *rows]

@@ -1,7 +1,7 @@
 """Commands that serve in the foreground until a signal: `edl store`, `edl dashboard`, `edl proxy` and `edl operator`.
 
-Each parses its options, starts one of the library's servers, and waits. A server's packages are imported at its start,
-so that `--help` does not wait for aiohttp or gRPC.
+Each command parses its options, starts one of the library's servers, and waits. A server's packages are imported when
+it starts, so that `--help` does not wait for aiohttp or gRPC.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _POLL_S: Final = 0.2
 """Poll interval for a signal or a failure."""
 _BY_SIGNAL: Final = 128
-"""Exit code: as in a shell, this plus the signal's number."""
+"""Base of the exit code: as in a shell, this number plus the signal's number."""
 _STORE_PORT: Final = 29400
 _PAGE_PORT: Final = 8650
 """Default ports, the same as in `edl.discovery.served.store` and `edl.dashboard.server`, which are slow to import."""
@@ -49,7 +49,7 @@ def _wait(caught: Sequence[int], check: Callable[[], None] = lambda: None) -> in
 
 
 def _server_credentials(options: object, *, environ: bool) -> Credentials:
-    """Return the options' credentials, with the environment's only if `environ`: elsewhere those are for teachers."""
+    """Return the options' credentials; add those in the environment if `environ` (else they are for teachers)."""
     names = ("tls_ca", "tls_cert", "tls_key", "token_file", "allow_insecure_tokens")
     given = {name.removeprefix("tls_"): getattr(options, name) for name in names}
     return Credentials.of(**given, environ=None if environ else {})
@@ -129,10 +129,11 @@ def store(argv: Sequence[str]) -> int:
 def _alone(path: Path) -> Iterator[None]:
     """Refuse to serve a file that another `edl store` serves: their clients would miss each other's changes.
 
-    Two locks, which the kernel releases when the process ends: one on a file beside the store's, which is never deleted
-    and so survives a replaced store file; one on the store's file itself, for hard links and a removed lock file. Other
-    commands can still open the file (`sqlite://`): SQLite uses another kind of lock (`fcntl`). On NFS both kinds are
-    the same, so the second lock would block SQLite and is not taken.
+    There are two locks, which the kernel releases when the process ends. The first lock is on a separate file beside
+    the store's file. That file is never deleted, so the lock remains if the store's file is replaced. The second lock
+    is on the store's file itself, in case this file has hard links or the lock file was removed. Other commands can
+    still open the store's file (`sqlite://`), because SQLite uses a different kind of lock (`fcntl`). On NFS, both
+    kinds of lock are the same: the second lock would block SQLite, and is therefore not taken.
     """
     file = Path(os.path.realpath(path))
     note = Path(f"{file}.lock")
@@ -186,7 +187,7 @@ page unless --token-file is given. /metrics is for Prometheus, /healthz for prob
 dashboard and explains each metric."""
 
 _KUBE_TIMEOUT_S = 3.0
-"""Timeout of API requests: reading the store waits for them."""
+"""Timeout of API requests: reads of the store wait for these requests."""
 
 
 def dashboard(argv: Sequence[str]) -> int:

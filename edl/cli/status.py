@@ -1,4 +1,4 @@
-"""`edl status`: show a job's members, state and lost time; on Kubernetes also what it waits for."""
+"""`edl status`: show a job's members, state and lost time; on Kubernetes, also what the job waits for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_POISONED = 5
 
 
 def master_lines(master: MasterStatus) -> Iterator[Text]:
-    """Yield lines about a master: state and endpoint, then its data sets, poisoned shards first with their reasons."""
+    """Yield lines about a master: state, endpoint, and data sets (poisoned first) with reasons for poisoned shards."""
     term = f", term {master.term}" if master.term is not None else ""
     where = f" at {printable(master.endpoint)}" if master.endpoint else ""
     age = f", last heard {master.age_s:.0f} s ago" if master.state == "silent" and master.age_s is not None else ""
@@ -71,13 +71,13 @@ def _poisoned(shard: PoisonedShard) -> str:
 
 
 _FALLBACK_S = 3.0
-"""Timeout of a cluster that the user did not name: it may have been switched off long ago."""
+"""Timeout for a cluster that the user did not specify: it may have been switched off long ago."""
 _EVERY_S = 1.0
 """Refresh interval of `--watch`: agents write about as often."""
 _MAX_GONE = 5
 """Maximum number of departed nodes listed; the others are only counted."""
 _WIDTH = 160
-"""Characters of a line if the output is not a terminal."""
+"""Characters per line if the output is not a terminal."""
 
 _STYLES = {
     "train": "green",
@@ -162,7 +162,8 @@ def _forget(store: Store, job: str) -> int:
 def _show_from_cluster(options: argparse.Namespace, missing: SettingsError) -> bool:
     """Look in the kubeconfig's cluster, if there is one, for a job unknown to the store; return whether it was found.
 
-    `missing` is the store's error. It is an error if the cluster does not know the job either.
+    `missing` is the error from the store. Raises SettingsError if the cluster does not know the job either, or does not
+    answer.
     """
     with contextlib.ExitStack() as stack:
         try:

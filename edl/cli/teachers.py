@@ -27,11 +27,11 @@ from edl.settings import DiscoverySettings
 _LOOK_S = 1.0
 """Refresh interval of `--watch`: teachers and students report their load about as often."""
 _STALE_S = 60.0
-"""Age from which a wanted count is called old: a running advisor writes every few seconds."""
+"""Age after which a wanted count is called old: a running advisor writes every few seconds."""
 _MOST_META, _MOST_NOTES = 48, 200
-"""Characters of a teacher's metadata, and of its tags and metadata; all of them are in the JSON."""
+"""Characters shown of a teacher's metadata, and of its tags and metadata together; the JSON contains all of them."""
 _WIDTH = 240
-"""Characters of a line if the output is not a terminal."""
+"""Characters per line if the output is not a terminal."""
 
 _DESCRIPTION = """\
 Shows the teachers that are registered: where they are, what they serve, and whether they are ready or draining.
@@ -97,7 +97,7 @@ class _Look:
 
 
 def _no_file(url: str) -> bool:
-    """Return whether this is a SQLite file that does not exist yet: looking should not create it."""
+    """Return whether `url` refers to a SQLite file that does not exist yet: a mere look should not create the file."""
     parts = urlsplit(url)
     try:
         return parts.scheme == "sqlite" and not Path(unquote(parts.path)).stat()
@@ -173,7 +173,7 @@ def _snapshot_as_dict(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def brief_meta(meta: Any) -> str:
-    """Return metadata as `key=value key=value`, cut, without `boot`, which only programs need."""
+    """Return metadata as `key=value key=value`, shortened and without `boot`, which only programs need."""
     in_order = sorted(meta.items(), key=lambda item: (item[0] != "version", item[0]))
     text = " ".join(f"{key}={value}" for key, value in in_order if key != "boot")
     return text if len(text) <= _MOST_META else text[: _MOST_META - 1] + "…"

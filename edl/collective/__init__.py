@@ -1,8 +1,9 @@
 """Elastic training from checkpoints: workers join and leave, and the result does not depend on which were present.
 
-In a training script, `State` and `Checkpointer` keep what must survive, `Evaluator` keeps the metrics measured on it,
-`ElasticSampler` orders the data, and `ElasticTrainer` makes the update. Each works without the others and without `edl
-run`. docs/architecture.md lists the parts. Only the parts that need torch import it.
+In a training script, `State` and `Checkpointer` keep what must survive a restart, `Evaluator` keeps the metrics
+measured on the state, `ElasticSampler` orders the data, and `ElasticTrainer` makes the update. Each of these classes
+works without the others and without `edl run`. docs/architecture.md lists the parts. Only the parts that need torch
+import torch.
 """
 
 from __future__ import annotations

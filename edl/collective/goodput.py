@@ -1,4 +1,4 @@
-"""How a job spent its time: exclusive categories that add up to it, goodput, and events.
+"""How a job spent its time: exclusive categories that add up to the total time, goodput, and events.
 
 Goodput is train / elapsed: the share of the wall-clock time since the job began spent on steps that were finished once
 and never lost. Every node's agent counts its own time (`agent.status_publisher`) and writes it into the Store::
@@ -8,9 +8,9 @@ and never lost. Every node's agent counts its own time (`agent.status_publisher`
     jobs/JOB/left-out/HOST          a host that the job excludes (edl.collective.job_records)
     jobs/JOB/events/NODE/BEGAN      what recently happened to that agent or was seen by it
 
-At each moment the job is charged like the node that trained least, among the nodes that run workers: synchronous
-training is as fast as its slowest rank. If none does, the node with the most idle time decides; if no agent is alive,
-the job is DOWN. A node that waits to join costs only `worker_goodput`.
+At each moment, the job is charged like the node that trained least among the nodes that run workers, because
+synchronous training is as fast as its slowest rank. If no node runs workers, the node with the most idle time decides.
+If no agent is alive, the job is DOWN. A node that waits to join lowers only `worker_goodput`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NAMES: Final = tuple(category.name.lower() for category in TimeCategory)
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time with a counter for every category; its length is their sum. Spans follow one another."""
+    """A stretch of time with a counter for every category; its length is the counters' sum. Spans are contiguous."""
 
     amounts: tuple[int, ...]  # microseconds by `TimeCategory`, in its order
     workers: int = 0  # largest number of workers that the node (or the job) had in it
@@ -82,7 +82,7 @@ def span_of(category: TimeCategory, length_us: int, workers: int = 0, running: b
 
 
 def append_span(spans: list[Span], span: Span) -> None:
-    """Append a span, or merge it with the last one if a person would see no difference. Empty spans are dropped."""
+    """Append a span, or merge it with the last span if no one would see a difference. Empty spans are dropped."""
     if not span.length_us:
         return
     last = spans[-1] if spans else None
@@ -93,7 +93,7 @@ def append_span(spans: list[Span], span: Span) -> None:
 
 
 def limit_spans(spans: Iterable[Span]) -> list[Span]:
-    """Describe the same time in at most `MAX_SPANS` spans, by merging the older half in pairs."""
+    """Describe the same time by at most `MAX_SPANS` spans; the older half is merged in pairs as needed."""
     rest = list(spans)
     while True:
         done: list[Span] = []
@@ -106,7 +106,7 @@ def limit_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Split `total` into whole numbers in proportion to `weights`, which must not all be 0. Their sum is `total`."""
+    """Split `total` into whole numbers, which add up to `total`, in proportion to `weights` (not all may be 0)."""
     whole, left, parts = sum(weights), total, []
     for weight in weights:
         parts.append(min(left, round(total * (weight / whole))))
@@ -116,7 +116,7 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class ProgressMark(NamedTuple):
-    """How far a node was `at_us` microseconds after its ledger began: last finished step (-1: none) and samples."""
+    """How far a node had got `at_us` microseconds after its ledger began: last finished step (or -1), and samples."""
 
     at_us: int
     step: int
@@ -125,7 +125,7 @@ class ProgressMark(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """The record of one life of a node's agent, for others to read."""
+    """The record of one life of a node's agent, for other processes to read."""
 
     node: str  # name of the agent
     began_us: int  # wall clock at which the ledger began, in microseconds since 1970
@@ -149,7 +149,7 @@ class NodeRecord:
         return self.began_us + sum(span.length_us for span in self.spans)
 
     def encode(self) -> bytes:
-        """Return the record as JSON: below 60 KB with `MAX_SPANS` spans and 300 marks."""
+        """Return the record as JSON, which is below 60 KB with `MAX_SPANS` spans and 300 marks."""
         spans = [[span.workers, int(span.running), *span.amounts] for span in self.spans]
         values = {**vars(self), "version": _VERSION, "states": list(_NAMES), "spans": spans}
         values |= {name: round(values[name], 4) for name in ("steps_per_s", "samples_per_s")}
@@ -157,7 +157,7 @@ class NodeRecord:
 
     @classmethod
     def decode(cls, data: bytes) -> NodeRecord:
-        """Read a record that `encode` wrote; ValueError, KeyError or TypeError says what is wrong with it."""
+        """Read a record that `encode` wrote. Raises ValueError, KeyError or TypeError if the record is wrong."""
         values = _versioned(data)
         return cls(
             node=_checked(values["node"], str),
@@ -199,7 +199,7 @@ JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"
 
 
 def decode_part(key: str, value: bytes) -> JobPart:
-    """Read an entry of a job, whose `key` starts at `jobs/`."""
+    """Read an entry from a job's records; its `key` starts at `jobs/`."""
     _, _, part = key.split("/", 2) if key.count("/") > 1 else ("", "", "")
     if part == "world":
         return World.decode(value)
@@ -238,7 +238,7 @@ def _decode_span(workers: Any, running: Any, *amounts: Any) -> Span:
 
 
 def _checked(value: Any, kind: type[_T], least: int = 0) -> _T:
-    """Return a value if it has this type and, if it is a number, is finite and not below `least`."""
+    """Return a value if it has this type. A number must also be finite and not below `least`."""
     if type(value) is not kind or not (isinstance(value, str) or least <= value < 2**53):
         raise ValueError(f"{value!r:.40} instead of {kind.__name__}{'' if kind is str else f' from {least}'}")
     checked: _T = value
@@ -250,7 +250,7 @@ def _checked(value: Any, kind: type[_T], least: int = 0) -> _T:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One life of a node of a job."""
+    """One life of a node in a job."""
 
     node: str  # name of the agent
     ranks: list[int] | None  # ranks of its workers in the current world; None if it is not a member
@@ -274,7 +274,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """A job at one moment. `edl status --json` and the dashboard's page have the same names."""
+    """A job at one moment. `edl status --json` and the dashboard's page use the same field names."""
 
     job: str  # name of the job
     # "forming", "running", "done" or "failed"; "down" if it has not ended but no agent gave a recent sign of life;
@@ -327,7 +327,7 @@ def last_step_before(store: Store, job: str, generation: int) -> int:
 
 
 def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
-    """Summarize a job's records at the wall clock `now_us`. A silent job has been down until now, unless it ended."""
+    """Summarize a job's records at wall clock `now_us`. A silent job counts as down until now unless it ended."""
     parts = list(parts)
     world = next((part for part in parts if isinstance(part, World)), None)
     records = [part for part in parts if isinstance(part, NodeRecord)]
@@ -407,7 +407,7 @@ def _place(node: NodeStatus) -> tuple[int, float]:
 
 
 def _join(records: Iterable[NodeRecord], until_us: int) -> tuple[list[Span], float | None]:
-    """Combine all ledgers into the job's spans, to `until_us` or a later last sign of life, and `worker_goodput`."""
+    """Combine all ledgers into `worker_goodput` and the job's spans up to `until_us` or a later last sign of life."""
     changes: list[tuple[int, int, Span | None]] = []  # at a wall clock, a life enters its next span, or ends
     for life, record in enumerate(records):
         at_us = record.began_us
@@ -436,7 +436,7 @@ def _join(records: Iterable[NodeRecord], until_us: int) -> tuple[list[Span], flo
 
 
 def _charge(length_us: int, present: Iterable[Span]) -> Span:
-    """Return what the job is charged for a time in which `present` are the nodes' spans."""
+    """Return what the job is charged for a time in which the nodes have the spans `present`."""
     running = [span for span in present if span.running]
     if running:
         slowest = min(running, key=lambda span: _share(span, TimeCategory.TRAIN))
@@ -454,7 +454,7 @@ def _seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _with_causes(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Sort events, and add the cause of each: its text may state the reason, and an earlier event may add to it."""
+    """Sort events, and add each event's cause: its text may state the cause, and an earlier event may add details."""
     found = []
     leading: dict[int, Event] = {}  # by generation: the last event in it that leads to another generation
     for event in sorted(events, key=lambda event: event.at):

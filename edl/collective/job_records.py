@@ -22,7 +22,7 @@ def prefix(job: str) -> str:
 
 
 def create_once(store: Store, key: str, value: bytes) -> bytes:
-    """Return the value at a key of the Store, which is `value` if this node is the first to ask."""
+    """Return the value at a key in the Store, which becomes `value` if this node is the first to ask."""
     entry = store.get(key)
     if entry is None:
         store.compare_and_set(key, value, None)
@@ -64,7 +64,7 @@ class Record:
 
     @classmethod
     def from_values(cls: type[_R], values: dict[str, Any]) -> _R:
-        """Make a record from JSON values. Fields that a later version of EDL added are ignored."""
+        """Make a record from JSON values. Ignores fields that a later version of EDL added."""
         known = {field.name: str(field.type) for field in fields(cls) if field.name in dict(values)}
         wrong = [name for name, kind in known.items() if kind in _TYPES and type(values[name]) not in _TYPES[kind]]
         if wrong:
@@ -100,7 +100,7 @@ class Node(Record):
 
 @dataclass(frozen=True)
 class Member(Record):
-    """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`."""
+    """A node in a world. Its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`."""
 
     id: str
     addr: str

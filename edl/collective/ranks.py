@@ -1,6 +1,6 @@
-"""The world size, the rank of this process, and what ranks exchange: numbers, bytes and tensors, never pickled objects.
+"""The world size, this process's rank, and exchanges between ranks: numbers, bytes and tensors, no pickled objects.
 
-Every function that communicates is collective, for as long as the process group's timeout, and raises torch's own
+Every function that communicates is collective, waits for at most the process group's timeout, and raises torch's own
 errors. `group` is None for torch's default group. Ranks are global unless a function says otherwise.
 """
 
@@ -23,7 +23,7 @@ def world_of(group: Group) -> int:
     """Return the number of ranks in the group, or 1 without a process group.
 
     Raises:
-        SettingsError: There is no process group, although there are other workers: each would train by itself.
+        SettingsError: There is no process group although there are other workers: each worker would train by itself.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group)
@@ -48,7 +48,7 @@ def rank_of(group: Group) -> int:
 
 
 def exchange(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
-    """Return the numbers of all ranks, equally many of each."""
+    """Return the numbers of all ranks, in one list per rank. Every rank passes the same number of them."""
     world = world_of(group)
     if world == 1:
         return [list(numbers)]
@@ -101,7 +101,7 @@ def all_reduce_max(values: Sequence[int], group: Group = None) -> list[int]:
 
 
 def global_rank(rank: int, group: Group = None) -> int:
-    """Return the global rank, as the functions here expect it, of a rank in the group."""
+    """Return the global rank, which the functions here expect, of a rank in the group."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
@@ -119,7 +119,7 @@ def receive_bytes(src: int, group: Group = None) -> bytes:
 
 
 def send_tensor(data: torch.Tensor, dst: int, group: Group = None) -> None:
-    """Send a flat uint8 tensor to another rank, which calls `receive_tensor` with one of the same length."""
+    """Send a flat uint8 tensor to another rank, which calls `receive_tensor` with a tensor of the same length."""
     for begin in range(0, data.numel(), _CHUNK_NBYTES):
         dist.send(data[begin : begin + _CHUNK_NBYTES].to(_device(group)), dst, group)
 
@@ -140,7 +140,7 @@ def byte_tensor(data: bytearray | memoryview) -> torch.Tensor:
 
 
 def _device(group: Group) -> torch.device:
-    """Return the device on which tensors must be for this group to send them."""
+    """Return the device that tensors must be on for this group to send them."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

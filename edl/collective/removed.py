@@ -1,4 +1,4 @@
-"""Names and options that earlier versions had. Using one raises an error that says what to use instead."""
+"""Names and options from earlier versions. Using one of them raises an error that says what to use instead."""
 
 from __future__ import annotations
 

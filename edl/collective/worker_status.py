@@ -1,8 +1,8 @@
-"""The status page: shared memory through which a worker and its node's agent tell each other how they are.
+"""The status page: shared memory through which a worker and its node's agent report their status to each other.
 
-Every field has a single writer. The agent can read what a worker wrote at any time, even after the worker was killed or
-while it hangs. Nothing is sent, so nothing can be lost or block. Times are readings of `time.monotonic()`, which all
-processes of a host share on Linux. Without an agent the page is private memory and requests nothing.
+Every field has a single writer. At any time, the agent can read what a worker wrote, even after the worker was killed
+or while it hangs. Nothing is sent, so nothing can be lost or block. Times are readings of `time.monotonic()`, which all
+processes of a host share on Linux. Without an agent, the page is private memory, and it contains no requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BUSY_WITH_NBYTES: Final = 64  # more than a log line has room for
 
 
 class Phase(enum.IntEnum):
-    """The phases of a worker's time; it is in exactly one of them at any time."""
+    """The phases of a worker's time. A worker is in exactly one phase at any time."""
 
     START = 0  # from the fork to the first step or load: imports, process group, model
     LOAD = 1
@@ -43,7 +43,7 @@ class Phase(enum.IntEnum):
 
 
 class _Fields(ctypes.Structure):
-    """The page's fields: eight aligned bytes each, so no reader sees half a number. A change needs a new `_MAGIC`."""
+    """The page's fields: eight aligned bytes each, so no reader sees half a number. New fields need a new `_MAGIC`."""
 
     _fields_ = (
         ("magic", ctypes.c_char * len(_MAGIC)),
@@ -83,7 +83,7 @@ class WorkerStatus:
 
 
 class WorkerStatusPage:
-    """A worker's status page. The agent calls `create`, the worker `from_env`."""
+    """A worker's status page. The agent calls `create`, and the worker calls `from_env`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._page = _Fields.from_buffer(memory)
@@ -131,7 +131,7 @@ class WorkerStatusPage:
 
     @contextmanager
     def in_phase(self, phase: Phase) -> Iterator[None]:
-        """Switch to a phase for the block, then back to the previous one."""
+        """Switch to a phase for the block, then back to the previous phase."""
         before = self.enter_phase(phase)
         try:
             yield
@@ -150,7 +150,7 @@ class WorkerStatusPage:
             page.busy_with, page.busy_limit_s = before  # what an enclosing block announced
 
     def reassign_time(self, phase: Phase, seconds: float) -> None:
-        """Count the first `seconds` of the current phase, or all of it if it is shorter, towards another phase."""
+        """Count the first `seconds` of the current phase (all of a shorter phase) towards another phase."""
         page = self._page
         seconds = min(max(seconds, 0.0), time.monotonic() - page.since)
         page.since += seconds
@@ -169,7 +169,7 @@ class WorkerStatusPage:
         return bool(0 <= self._page.pause_at <= step)
 
     def record_pause(self, step: int) -> None:
-        """Record that this worker saved its state and paused. It then waits to be stopped."""
+        """Record that this worker saved its state and paused. The worker then waits to be stopped."""
         self.enter_phase(Phase.PAUSE)
         self._page.paused = step
 
@@ -187,7 +187,7 @@ class WorkerStatusPage:
     # --- The agent's side. ---
 
     def record_agent_heartbeat(self, at: float) -> None:
-        """Tell the worker when its agent last knew its place in the job."""
+        """Tell the worker when the agent last knew this node's place in the job."""
         self._page.beat_at = at
 
     def request_pause(self, step: int | None) -> None:

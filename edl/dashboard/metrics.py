@@ -1,7 +1,8 @@
 """The state as Prometheus metrics: https://prometheus.io/docs/practices/naming/.
 
-Labels name existing jobs, datasets, services, teachers and students, never samples or shards; the series of deleted
-ones end. A job's label is `job_name`, since `job` is Prometheus's own. During an outage of the store, jobs and services
+Labels contain the names of existing jobs, datasets, services, teachers and students, but never of samples or shards.
+When one of these is deleted, its series end. The label for a job is `job_name`, since Prometheus itself uses `job`.
+During an outage of the store, jobs and services
 have no series: Prometheus shows a gap instead of an old figure.
 """
 
@@ -35,7 +36,7 @@ _TEACHER: Final = ("service", "teacher")
 _STUDENT: Final = ("service", "student", "job_name")
 _JOB_STATES: Final = ("forming", "running", "done", "failed", "down", "gave up", "unknown")
 _RESTARTED: Final = 0.5
-"""Share of a counter's peak below which it has restarted: a new job begins near 0, a rollback costs only minutes."""
+"""A counter below this share of its peak has restarted: a new job begins near 0; a rollback costs only minutes."""
 _TEACHER_STATES: Final = ("starting", "ready", "draining", "lapsed")
 
 METRICS: Final = (
@@ -70,11 +71,11 @@ METRICS: Final = (
     MetricSpec("edl_service_student_wait_seconds_total", "counter", _STUDENT, "Time that it waited for labels."),
     MetricSpec("edl_service_student_wait_ratio", "gauge", _STUDENT, "Share of time that the student waited, recently."),
 )
-"""All metrics; a master's page also has those of its own registry (`edl_master_journal_commit_seconds`)."""
+"""All metrics; a master's page also has the metrics in its own registry (`edl_master_journal_commit_seconds`)."""
 
 
 class DashboardMetrics(Collector):
-    """Collects the latest state (None before the first read) at a scrape, in a registry that includes others."""
+    """At each scrape, collects the latest state (None before the first read); its registry includes others."""
 
     def __init__(
         self, latest: Callable[[], DashboardState | None], registries: Iterable[CollectorRegistry] = ()
@@ -91,7 +92,7 @@ class DashboardMetrics(Collector):
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of a scrape."""
+        """Yield the metrics for a scrape."""
         samples = _Samples()
         state = self._latest()
         samples.add("edl_dashboard_store_up", state is not None and not state.stale)
@@ -125,10 +126,11 @@ class _Samples:
 
 
 class _Counters:
-    """Holds counters that decrease slightly: Prometheus treats any decrease as a restart from 0, and would recount all.
+    """Prevents slight decreases of counters: for Prometheus, any decrease is a restart from 0, so it would recount all.
 
-    A late record of a node moves seconds between categories; a worker that returns to its checkpoint gives shards
-    back. A counter that falls below half of its highest value has restarted.
+    A counter may decrease slightly when a late record from a node moves seconds between categories, or when a worker
+    that returns to its checkpoint gives shards back. A counter that falls below half of its highest value has
+    restarted.
     """
 
     def __init__(self) -> None:

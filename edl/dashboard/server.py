@@ -41,7 +41,7 @@ _LOOK_S: Final = 10.0
 _READY_LOOK_S: Final = 0.8
 """How long a probe waits for a read of the store; a kubelet gives up after 1 s by default, and retries."""
 _PROBES: Final = frozenset({"/healthz", "/livez", "/readyz"})
-"""Paths that are answered for any Host and without a token: a kubelet has neither."""
+"""Paths that are answered for any Host and without a token: a kubelet sends no allowed Host and no token."""
 _ASK_TOKEN: Final = {"WWW-Authenticate": 'Basic realm="EDL: a token as the password, any name", charset="UTF-8"'}
 """Makes a browser ask its user for a token, and send it with all later requests."""
 HEADERS: Final = {
@@ -63,7 +63,7 @@ _TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""The machine's own MIME types may differ, and with a wrong one a browser does not run a module."""
+"""Fixed MIME types: the machine's own may differ, and a browser does not run a module that has a wrong type."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -123,7 +123,7 @@ class DashboardServer(AppServer):
         registries: Registries whose metrics `/metrics` includes.
 
     Raises:
-        SettingsError: It cannot listen on the address, or a credentials file cannot be used.
+        SettingsError: The server cannot listen on the address, or a credentials file cannot be used.
     """
 
     def __init__(self, settings: DashboardSettings, registries: Iterable[CollectorRegistry] = ()) -> None:

@@ -1,11 +1,12 @@
 """Polls the Store, and sends its state to clients.
 
-One thread polls for all clients: about once a second while there are any, and otherwise every 10 s, so that charts have
-no gap for the time without an open page.
+One thread polls for all clients: about once a second while any client is connected, and otherwise every 10 s, so that
+charts have no gap for the time when no page was open.
 
 Clients get server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), without a queue: a
-client waits for a state newer than its last, so even a slow one needs only one state in memory, and skips the states in
-between. A client that reads nothing for a while is disconnected; it reconnects with the id of its last event.
+client waits for a state that is newer than the last one it received. Even a slow client thus needs only one state in
+memory; it skips the states in between. A client that reads nothing for a while is disconnected; it reconnects with the
+id of its last event.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ logger = logging.getLogger(__name__)
 NO_STORE: Final = {"Cache-Control": "no-store"}
 """Header for responses that change each time, or are not public."""
 INTERVAL_S: Final = 1.0
-"""Poll interval: agents write as often."""
+"""Poll interval, the same as the interval at which agents write."""
 _SHARE: Final = 0.2
 """Maximum share of time spent on polls: a Store with thousands of jobs is polled less often."""
 _LONGEST_S: Final = 60.0
 """Maximum poll interval, however long polls take."""
 _LONGEST_STALE_S: Final = 3.0
-"""The same during an outage of the Store: polls may take the full timeout, and users wait for recovery."""
+"""Maximum poll interval during an outage of the Store: polls may take the full timeout, and users wait for recovery."""
 _IDLE_S: Final = 10.0
 """Poll interval without clients."""
 
 
 class Published:
-    """A state for clients, encoded once for all. `boot` distinguishes this process's events from earlier ones."""
+    """A state, encoded once for all clients. `boot` distinguishes this process's events from older ones."""
 
     def __init__(self, boot: str, state: DashboardState, look: int, previous: Published | None) -> None:
         self.state = state
@@ -54,7 +55,7 @@ class Published:
             self.encode(previous.look)  # here, in the polling thread, since most clients will need it
 
     async def encoded(self, after_look: int = -1) -> bytes:
-        """Return the state as JSON, encoded in a thread: it may be megabytes, and must not delay other clients."""
+        """Return the state as JSON, encoded in a thread: encoding megabytes must not delay other clients."""
         found = self._encoded.get(after_look)
         if found is None:
             found = await asyncio.wrap_future(start_call("edl-dashboard-encode", lambda: self.encode(after_look)))
@@ -120,7 +121,7 @@ class LookLoop:
             self.clients -= 1
 
     def look_of(self, event_id: str) -> int | None:
-        """Return the number of the look in an event id of this process; None for any other text."""
+        """Return the number of the look from an event id of this process; None for any other text."""
         boot, _, number = event_id.partition("-")
         if boot != self._boot or not number.isascii() or not number.isdigit() or len(number) > 15:
             return None
@@ -175,15 +176,15 @@ _HEARTBEAT_S: Final = 5.0
 """A heartbeat is sent after this long without an event: a page that receives nothing for 15 s reconnects."""
 _HEADERS: Final = {**NO_STORE, "Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
 _RETRY_MS: Final = 2000
-"""Delay before a browser reconnects: short for a user, but no storm on a restarting server."""
+"""Delay before a browser reconnects: short for a user, but long enough not to overload a restarting server."""
 _WRITE_S: Final = 30.0
 """Timeout for sending an event: a sleeping phone exceeds it, and reconnects with its last id."""
 _MAX_CLIENTS: Final = 200
-"""Maximum number of clients: each needs a descriptor and up to one state in memory, and a program may open many."""
+"""Maximum number of clients: each needs a file descriptor and up to one state in memory; a program may open many."""
 _BUFFER_NBYTES: Final = 128 << 10
-"""Kernel buffer per client: a usual state fits; with less, an event takes many round trips to a distant page."""
+"""Kernel buffer per client: a typical state fits; if not, an event takes many round trips to a distant page."""
 _FIRST_S: Final = 10.0
-"""Timeout for the first poll: the Store may exceed its request timeout several times."""
+"""Timeout for the first poll, which may take several times as long as the timeout of one request to the Store."""
 
 
 class EventStreams:
@@ -239,7 +240,7 @@ class EventStreams:
 
 
 def _limit_buffer(request: web.Request) -> None:
-    """Limit the kernel's buffer for a slow client: it would hold megabytes, and send them much later."""
+    """Limit the kernel's buffer for a slow client: it could hold megabytes, and send them much later."""
     connection = request.transport.get_extra_info("socket") if request.transport is not None else None
     if connection is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)

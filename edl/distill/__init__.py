@@ -1,7 +1,7 @@
 """Feeds soft labels into a training loop.
 
-`DistillReader` is the reader for any framework; `edl.distill.torch.distill` wraps a PyTorch `DataLoader`. `scoring`
-labels sequences that a student generates, and `labelling` fills a cache ahead of time.
+`DistillReader` works with any framework; `edl.distill.torch.distill` wraps a PyTorch `DataLoader`. `scoring` labels
+sequences that a student generates, and `labelling` fills a cache ahead of time.
 """
 
 from __future__ import annotations

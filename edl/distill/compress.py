@@ -1,4 +1,4 @@
-"""Compresses soft labels: to the k largest logits of each row plus the mass of the rest, and to float16."""
+"""Compresses soft labels to each row's k largest logits plus the mass of the other classes, and to float16."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ __all__ = ["TopK", "to_float16", "top_k"]
 class TopK:
     """The k largest logits of each row, and the total weight of the other classes.
 
-    With `temperature` T, the teacher's probability of class `ids[i, j]` is `exp(values[i, j] / T - L[i])`, and that of
-    all other classes together is `exp(tail_lse[i] - L[i])`, where L is the log of the sum over both.
+    With `temperature` T, the teacher's probability of class `ids[i, j]` is `exp(values[i, j] / T - L[i])`, and the
+    total probability of all other classes is `exp(tail_lse[i] - L[i])`. `L[i]` is the value with which these
+    probabilities sum to 1.
 
-    The arrays are numpy arrays. `map` converts them to a framework's tensors, for which only the attributes, `len`,
-    indexing and `map` work. A single row, such as `labels[3]` or a reader's sample, has no row axis: ids and values are
-    [k], and tail_lse is a scalar. `stack` joins such rows again.
+    The arrays are numpy arrays. `map` converts them to a framework's tensors; a `TopK` of tensors supports only the
+    attributes, `len`, indexing and `map`. A single row, such as `labels[3]` or a reader's sample, has no row axis: ids
+    and values are [k], and tail_lse is a scalar. `stack` joins such rows again.
 
     Attributes:
         ids: Class ids by descending logit, int32 [rows, ..., k]; each class at most once per row.
         values: Logits of these classes, float16 or float32 [rows, ..., k].
         tail_lse: Log of the sum of exp(logit / temperature) over the other classes, float32 [rows, ...]; -inf if there
             are none.
-        temperature: Temperature of the tail, which cannot be converted to a different one.
+        temperature: Temperature of the tail. The tail cannot be converted to a different temperature.
         classes: Number of classes; None if unknown.
 
     Raises:
@@ -71,7 +72,7 @@ class TopK:
 
     @property
     def k(self) -> int:
-        """Classes kept per row."""
+        """Number of classes kept per row."""
         return int(self.ids.shape[-1])
 
     @property
@@ -89,7 +90,7 @@ class TopK:
         """Return a row without the row axis, or some of the rows.
 
         Args:
-            rows: Position or slice (for views of the same memory), indices, or a mask.
+            rows: A position or slice, which returns views of the same memory; or indices, or a mask.
         """
         if self.ids.ndim < 2:
             raise SettingsError("top-k labels of one sample have no rows to select; its classes are `ids`")
@@ -105,7 +106,7 @@ class TopK:
         return TopK(function(self.ids), function(self.values), function(self.tail_lse), self.temperature, self.classes)
 
     def to(self, *args: Any, **kwargs: Any) -> TopK:
-        """Return the same labels, as tensors, moved to a device. Other libraries' trainers call this to move batches.
+        """Return the same labels, as tensors, moved to a device. Trainers of other libraries call this to move batches.
 
         Args:
             *args: Positional arguments of the tensors' `to`.
@@ -167,12 +168,12 @@ def _put_together(pieces: Sequence[TopK], join: Callable[[list[Array]], Array]) 
 
 
 def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
-    """Keep the `k` largest logits of each row. Ties at the border are broken arbitrarily.
+    """Keep the `k` largest logits of each row. Ties for the last place are broken arbitrarily.
 
     Args:
         logits: Logits, floating-point [rows, ..., classes].
         k: Number of logits to keep, from 1 to the number of classes; keeping all loses no information.
-        temperature: Temperature at which the student's loss will use the labels.
+        temperature: Temperature at which the student's loss will be computed.
 
     Returns:
         Labels whose values have the dtype of `logits`.
@@ -194,7 +195,7 @@ def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
 def to_float16(array: Array) -> Array:
     """Return the array as float16; finite values beyond float16's range are clamped to it instead of becoming infinite.
 
-    An infinite logit, such as from a mask of -1e9, would make every probability of its row NaN.
+    An infinite logit, such as one converted from a mask value of -1e9, would make every probability in its row NaN.
 
     Args:
         array: Floating-point array of any shape.

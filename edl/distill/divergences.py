@@ -1,4 +1,4 @@
-"""Losses over the teacher's and the student's distributions, for both PyTorch and PaddlePaddle.
+"""Losses that compare the teacher's and the student's distributions, for both PyTorch and PaddlePaddle.
 
 `edl.distill.losses` and `edl.distill.paddle_losses` export them, each with its `Framework`. Neither framework is
 imported here.
@@ -41,7 +41,7 @@ _LOOKED_AT = 1 << 14  # class ids compared with one another per step, in less th
 
 
 class Framework(abc.ABC):
-    """The operations that PyTorch and PaddlePaddle name differently. `ids` index the last axis."""
+    """The operations that have different names in PyTorch and PaddlePaddle. `ids` index the last axis."""
 
     module: Any  # the framework's module, for operations with the same name in both
 
@@ -51,7 +51,7 @@ class Framework(abc.ABC):
 
     @abc.abstractmethod
     def cast(self, tensor: Any, dtype: Any) -> Any:
-        """Return a tensor as another dtype, given by name or as the framework's dtype."""
+        """Return a tensor converted to a dtype, which is given by name or as the framework's dtype."""
 
     @abc.abstractmethod
     def pick(self, tensor: Any, ids: Any) -> Any:
@@ -59,7 +59,7 @@ class Framework(abc.ABC):
 
     @abc.abstractmethod
     def put(self, tensor: Any, ids: Any, value: float) -> Any:
-        """Return a tensor with a value at `ids`."""
+        """Return a copy of a tensor with `value` at `ids`."""
 
     @abc.abstractmethod
     def count(self, like: Any, ids: Any, counted: Any) -> Any:
@@ -71,7 +71,7 @@ class Framework(abc.ABC):
 
     @abc.abstractmethod
     def can_look(self, tensor: Any) -> bool:
-        """Return whether values can be read without waiting for an accelerator."""
+        """Return whether a tensor's values can be read without waiting for an accelerator."""
 
 
 FRAMEWORKS: Final[list[Framework]] = []  # those whose losses were imported
@@ -106,8 +106,9 @@ def soft_cross_entropy(
         student_logits: Logits of the student, floating-point [rows, ..., classes].
         teacher: Outputs of the teacher, of the same shape.
         temperature: Temperature T, above 0.
-        teacher_is: Kind of the teacher's outputs. Probabilities p become p^(1/T), scaled to sum to 1, as from their
-            logits. On the CPU, an error is raised if they are not probabilities.
+        teacher_is: Kind of the teacher's outputs. Probabilities p become p^(1/T), scaled to sum to 1, which is the
+            distribution that their logits would give. On the CPU, an error is raised if the values are not
+            probabilities.
         reduction: Reduction over rows; see `edl.distill.losses`.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
@@ -140,12 +141,12 @@ def kl_divergence(
 def top_k_kl(student_logits: T, teacher: TopK, *, reduction: Reduction = "mean") -> T:
     """Return T² times KL(teacher ‖ student) over the k kept classes and one class for all others.
 
-    T is the temperature at which the labels were made. If every class is kept, this is `kl_divergence`; otherwise it is
-    smaller by the divergence within the tail. Without the extra class, the student could move probability out of the k
-    classes, or into them, at no cost.
+    T is the temperature at which the labels were made. If every class is kept, the result equals `kl_divergence`;
+    otherwise it is smaller by the divergence within the tail. Without the extra class, the student could move
+    probability out of the k classes, or into them, at no cost.
 
-    There is no reverse direction: a teacher that is confident in its top k leaves almost nothing for the tail, where an
-    untrained student has nearly all of its probability, so KL(student ‖ teacher) would be huge.
+    There is no reverse direction. A teacher that is confident in its top k gives the tail almost no probability, but an
+    untrained student gives it nearly all, so KL(student ‖ teacher) would be huge.
 
     Args:
         student_logits: Logits of the student, floating-point [rows, ..., classes].
@@ -158,7 +159,7 @@ def top_k_kl(student_logits: T, teacher: TopK, *, reduction: Reduction = "mean")
 
 
 def logit_mse(student_logits: T, teacher_logits: T | Array, *, reduction: Reduction = "mean") -> T:
-    """Return the squared difference of logits, averaged over the classes.
+    """Return the squared difference between logits, averaged over the classes.
 
     Sources: Ba and Caruana, "Do Deep Nets Really Need to be Deep?", 2014; Kim et al., "Comparing Kullback-Leibler
     Divergence and Mean Squared Error Loss in Knowledge Distillation", 2021.
@@ -208,10 +209,10 @@ def token_loss(
     padded_vocabulary: bool = False,
     reduction: Reduction = "mean",
 ) -> T:
-    """Compute T² times the generalized Jensen-Shannon divergence of teacher and student, token by token.
+    """Compute T² times the generalized Jensen-Shannon divergence between teacher and student, token by token.
 
-    P and Q are the distributions of teacher and student at temperature T over the k tokens kept and the tail. With
-    M = `beta` P + (1 - `beta`) Q the divergence is
+    P and Q are the distributions of the teacher and the student at temperature T, over the k kept tokens and the tail.
+    With M = `beta` P + (1 - `beta`) Q the divergence is
 
     - KL(P ‖ Q), the forward direction, for `beta` 0;
     - `beta` KL(P ‖ M) + (1 - `beta`) KL(Q ‖ M) in between;
@@ -219,30 +220,31 @@ def token_loss(
       KL(Q ‖ P) is infinite if a teacher's probability is 0.
 
     Source: Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", 2024,
-    section 2, and TRL's `generalized_jsd_loss`, whose `beta` this is. As in TRL, the loss tends to 0 as `beta` tends to
-    0 or 1, and is a whole KL at 0 and at 1. TRL does not multiply by T².
+    section 2, and TRL's `generalized_jsd_loss`, which defines `beta` in the same way. As in TRL, the loss tends to 0 as
+    `beta` tends to 0 or 1, but at exactly 0 or 1 it is a full KL divergence. TRL does not multiply by T².
 
-    The same divergence over k tokens and the tail is never more than the one over the whole vocabulary, and equals it
-    if every token is kept, or if the two distributions differ only by a factor within the tail.
+    The divergence over k tokens and the tail never exceeds the same divergence over the whole vocabulary. The two are
+    equal if every token is kept, or if P and Q differ only by a constant factor within the tail.
 
     Args:
         student_logits: Logits of the student, floating-point [rows, ..., vocabulary].
         labels: Labels of as many rows, as numpy arrays or tensors.
-        mask: Token mask, bool or integer [rows, ...], 0 for tokens to ignore. These add nothing and get a gradient of
-            0, even if their logits or labels are NaN. Values below 0, such as -100 in labels, are refused on the CPU.
-            None if all tokens count.
+        mask: Token mask, bool or integer [rows, ...], 0 for tokens to ignore. Ignored tokens add nothing to the loss
+            and get a gradient of 0, even if their logits or labels are NaN. Values below 0, such as -100 in labels, are
+            refused on the CPU. None if all tokens count.
         beta: Direction of the divergence, from 0 (forward KL) to 1 (reverse KL).
         hard_labels: Targets for `hard_weight`, whole numbers [rows, ...]: token t + 1 at row t. Rows with -100 have no
             cross-entropy, but count in the divisor like the others.
-        hard_weight: Share of the cross-entropy with `hard_labels`, from 0 to 1; the divergence has the rest. The two
-            are mixed token by token, so both are divided by the same count.
-        temperature: Temperature T, which must equal that of the labels; None to use theirs.
-        token_count: Divisor of the sum over tokens with reduction "mean"; None for this call's kept tokens. With
-            gradient accumulation or several processes, pass the number of tokens in the whole optimizer step, such as
-            `num_items_in_batch` of Hugging Face's Trainer, so that each token weighs the same.
+        hard_weight: Weight of the cross-entropy with `hard_labels`, from 0 to 1; the divergence gets the rest of the
+            weight. The two are mixed token by token, so both are divided by the same count.
+        temperature: Temperature T, which must equal the labels' temperature; None to use the labels' temperature.
+        token_count: Divisor of the sum over tokens with reduction "mean"; None for the number of tokens that the mask
+            keeps in this call. With gradient accumulation or several processes, pass the number of tokens in the whole
+            optimizer step, such as `num_items_in_batch` of Hugging Face's Trainer, so that each token weighs the same.
         floor: Smallest teacher probability in the reverse direction, above 0 and below 1.
         padded_vocabulary: Whether student and teacher may have different numbers of classes, as models with the same
-            tokenizer but different padding of the vocabulary do. Classes that one lacks count in the other's tail.
+            tokenizer but different padding of the vocabulary do. A class that only one of the two models has counts
+            towards the tail.
         reduction: Reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
 
     Returns:
@@ -291,7 +293,7 @@ def divergence(log_p: Any, log_q: Any, beta: float, floor: float) -> Any:
 def hard_targets(hard_labels: Any, hard_weight: float, rows_of: Any, kept: Any | None) -> Any | None:
     """Return the hard labels that contribute to the loss, int64 [rows, ...]; None if their weight is 0.
 
-    `rows_of`: a tensor [rows, ..., any]. Labels of rows outside `kept` may be anything.
+    `rows_of`: a tensor [rows, ..., any]. Labels of rows outside `kept` may have any value.
     """
     if not is_share(hard_weight):
         raise SettingsError(f"hard_weight={hard_weight!r}: the share of the cross-entropy must be from 0 to 1")
@@ -320,7 +322,7 @@ def mixed_losses(losses: Any, student_logits: Any, targets: Any | None, hard_wei
 
 
 def kept_rows(mask: Any | None, rows_of: Any) -> Any | None:
-    """Return a mask, bool or integer [rows, ...], as bool; None without one. `rows_of`: a tensor [rows, ..., any]."""
+    """Return a bool or integer mask [rows, ...] as bool; None if `mask` is. `rows_of`: a tensor [rows, ..., any]."""
     if mask is None:
         return None
     framework = framework_of(rows_of)
@@ -338,7 +340,7 @@ def kept_rows(mask: Any | None, rows_of: Any) -> Any | None:
 
 
 def total(losses: Any, kept: Any | None, token_count: Any, reduction: Reduction) -> Any:
-    """Return losses [rows, ...], their sum, or their sum divided by the count of tokens, at least 1."""
+    """Return losses [rows, ...], their sum, or their sum divided by the number of tokens (at least by 1)."""
     if kept is not None:
         losses = framework_of(losses).module.where(kept, losses, 0.0)
     if reduction != "mean":
@@ -363,7 +365,7 @@ def divisor(token_count: Any, here: Any, losses: Any) -> Any:
 
 
 class MixedLoss:
-    """A soft loss against the teacher mixed with the cross-entropy; each framework's `DistillLoss` explains it."""
+    """A soft loss against the teacher, mixed with the cross-entropy; see `DistillLoss` of each framework."""
 
     def __init__(
         self,
@@ -394,11 +396,11 @@ class MixedLoss:
 
         Args:
             student_logits: Logits of the student, [rows, ..., classes].
-            teacher: Outputs of the teacher, of the same shape, or `TopK`. None for the hard loss only, such as in
-                batches without teachers.
+            teacher: Outputs of the teacher, of the same shape, or `TopK`. None to compute only the hard loss, for
+                example for batches without teachers.
             labels: True classes, whole numbers [rows, ...] or [rows, ..., 1], or probabilities in the shape of the
                 logits; required unless `alpha` is 1 and there is a teacher. Rows with label -100 do not count in the
-                hard loss, which is 0 if all rows have it.
+                hard loss, which is 0 if all rows have this label.
 
         Returns:
             The loss, or losses [rows, ...] with reduction "none".
@@ -439,7 +441,7 @@ class MixedLoss:
         )
 
     def _hard(self, student_logits: Any, labels: Any) -> Any:
-        """Return the cross-entropy with hard labels; a mean covers the rows that have one."""
+        """Return the cross-entropy with hard labels; a mean is taken over the rows that have a label."""
         framework = framework_of(student_logits)
         labels, rows = framework.tensor(labels, student_logits), list(student_logits.shape[:-1])
         given = f"labels are {labels.dtype} {list(labels.shape)}, logits {list(student_logits.shape)}"
@@ -460,7 +462,7 @@ class MixedLoss:
 
 
 def _cross_entropy(student_logits: Any, targets: Any) -> Any:
-    """Return the cross-entropy [rows, ...] with classes, int64 in that shape; 0 for rows without one (-100)."""
+    """Return the cross-entropy [rows, ...] with classes, int64 [rows, ...]; 0 for rows without a class (-100)."""
     framework, classes = framework_of(student_logits), student_logits.shape[-1]
     _check_classes(framework, targets, classes)
     flat = widened(student_logits).reshape([-1, classes])
@@ -473,7 +475,7 @@ def _cross_entropy(student_logits: Any, targets: Any) -> Any:
 
 
 def expected(log_p: Any, values: Any) -> Any:
-    """Return the sum of p times `values`; values without probability add 0, even if infinite. NaN stays NaN."""
+    """Return the sum of p times `values`; values with probability 0 add 0, even if infinite. NaN stays NaN."""
     p = log_p.exp()
     return (p * framework_of(values).module.where(p > 0, values, 0.0)).sum(-1)
 
@@ -558,7 +560,7 @@ def check_reduction(reduction: Reduction) -> None:
 
 
 def check_alpha(alpha: float) -> None:
-    """Check the share of a soft loss."""
+    """Check the weight of a soft loss."""
     if not is_share(alpha):
         raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
 

@@ -1,7 +1,7 @@
-"""Soft labels for Keras 3: a `PyDataset` that adds them to the targets, and the loss and metric that take these.
+"""Soft labels for Keras 3: a `PyDataset` that adds them to the targets, and a loss and a metric for such targets.
 
 Keras passes one array of targets to a loss. So a batch's targets become [rows, classes + 1]: the teachers' logits, with
-the true class in the last column. Loss and metric also accept plain classes, such as in validation data.
+the true class in the last column. The loss and the metric also accept plain classes, as in validation data.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class SoftLabelDataset(keras.utils.PyDataset):  # type: ignore[misc]
             model.compile("adam", DistillationLoss(temperature=4.0, alpha=0.9), metrics=[DistillationAccuracy()])
             model.fit(dataset, epochs=10, validation_data=(test_images, test_labels))
 
-    EDL reads batches ahead of training, in the dataset's own order, whatever `shuffle` is in `fit`. Shuffle in the
-    dataset's `on_epoch_end`.
+    EDL reads batches ahead of training, in the dataset's own order; the `shuffle` argument of `fit` has no effect.
+    Shuffle in the dataset's `on_epoch_end`.
 
     Args:
-        dataset: Yields `(x, y)`, or `(x, y, sample weights)`: arrays [rows, ...], or dicts of them for `x`, and true
-            classes [rows] or [rows, 1].
+        dataset: Yields `(x, y)`, or `(x, y, sample weights)`: `x` is an array [rows, ...] or a dict of such arrays, and
+            `y` holds true classes [rows] or [rows, 1].
         teachers: A service's name, `host:port` of teachers, or `Teachers`; None to read the environment.
-        inputs: Name of the teachers' input that is `x`; or a mapping from names to functions of a batch `(x, y)`.
-        outputs: Name of the teachers' output of logits [rows, classes].
+        inputs: Name of the teachers' input that receives `x`; or a mapping from names to functions of a batch `(x, y)`.
+        outputs: Name of the teachers' output that contains logits [rows, classes].
         **arguments: Other arguments of `edl.distill.torch.distill`, such as `cache`, `ids` or `options`. `device`,
-            `ahead`, `top_k` and `tokens` do not work here.
+            `ahead`, `top_k` and `tokens` are not supported.
 
     Raises:
         SettingsError: An argument is invalid.
@@ -121,8 +121,9 @@ def _unpack(y_true: Any, y_pred: Any) -> tuple[Any, Any]:
 class DistillationLoss(keras.losses.Loss):  # type: ignore[misc]
     """Mixes the divergence from the teachers with the cross-entropy against the true classes (Hinton et al., 2015).
 
-    The mean over the rows of alpha * T² * KL(teacher || student) + (1 - alpha) * cross-entropy, where the divergence is
-    at temperature T. Targets without teachers' logits, such as validation data, give only the cross-entropy.
+    The loss is the mean over the rows of alpha * T² * KL(teacher || student) + (1 - alpha) * cross-entropy, where the
+    divergence is computed at temperature T. For targets without teachers' logits, such as validation data, it is only
+    the cross-entropy.
 
     Args:
         temperature: Temperature T, above 0.
@@ -164,7 +165,7 @@ class DistillationLoss(keras.losses.Loss):  # type: ignore[misc]
 
 @keras.saving.register_keras_serializable("edl")
 class DistillationAccuracy(keras.metrics.SparseCategoricalAccuracy):  # type: ignore[misc]
-    """The accuracy, for targets with or without soft labels. Keras' own would compare with the wrong column.
+    """The accuracy for targets with or without soft labels. Keras' own metric would use the wrong column.
 
     Args:
         name: Name of the metric.
@@ -178,7 +179,7 @@ class DistillationAccuracy(keras.metrics.SparseCategoricalAccuracy):  # type: ig
         """Count a batch.
 
         Args:
-            y_true: Targets, as `DistillationLoss` takes them.
+            y_true: Targets in the forms that `DistillationLoss` accepts.
             y_pred: Logits of the student [rows, classes].
             sample_weight: Weights of the rows, or None.
         """

@@ -1,4 +1,4 @@
-"""Adds soft labels to a data loader's batches: the part common to all frameworks."""
+"""Adds soft labels to a data loader's batches: the code that all frameworks share."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ Route: TypeAlias = str | int | Callable[[Any], Any] | None
 class DistillLoader(Generic[B], abc.ABC):
     """Yields `(batch, soft labels)` for every batch of `loader`. Iterate it once per epoch; `close` it when done.
 
-    Soft labels are a tensor [rows, ...] for a single output, and a tuple for several, ordered by service and output.
-    The arrays of `TopK` labels are tensors.
+    Soft labels are a tensor [rows, ...] for a single output, and a tuple of tensors for several outputs, ordered by
+    service and output. The arrays of `TopK` labels are tensors.
 
     Args:
         loader: Iterable that yields batches.
-        request: The labels to request; None without teachers, which yields `(batch, None)`.
+        request: The labels to request; None to train without teachers, which yields `(batch, None)`.
         device: Device to move batches and labels to before use; None to leave them where they are.
         ahead: Number of batches to read ahead in the training loop's own thread; None to read in a separate thread.
     """
@@ -84,7 +84,7 @@ class DistillLoader(Generic[B], abc.ABC):
         return self.label(self.loader)
 
     def label(self, batches: Iterable[B]) -> Iterator[tuple[B, Any]]:
-        """Return an epoch over these batches instead of all of the loader's, for example the rest of an epoch."""
+        """Return an epoch over these batches, instead of all batches of the loader; for example, to resume an epoch."""
         session, request = self._session, self._request
         if session is None or request is None:
             return EpochIterator(self._unlabelled(SourceIterator(batches)))
@@ -126,11 +126,11 @@ class DistillLoader(Generic[B], abc.ABC):
 
     @abc.abstractmethod
     def to_tensor(self, labels: Array) -> Any:
-        """Return a tensor of the framework that may share memory with `labels`, which is used nowhere else."""
+        """Return the framework's tensor of `labels`. It may share their memory, because nothing else uses them."""
 
     @abc.abstractmethod
     def move(self, value: Any, device: Any) -> Any:
-        """Return a tensor being moved to `device`; any other value unchanged."""
+        """Start moving a tensor to `device` and return the moved tensor; return any other value unchanged."""
 
     def _labelled(self, epoch: Epoch, session: LabelSession) -> Generator[tuple[B, Any], None, None]:
         for item, found in session.labelled(epoch):
@@ -142,7 +142,7 @@ class DistillLoader(Generic[B], abc.ABC):
     def _read_here(
         self, batches: Iterator[B], handover: Handover, labelled: Generator[tuple[B, Any], None, None]
     ) -> Generator[tuple[B, Any], None, None]:
-        """Read batches in the thread that asks for them, equally far ahead of the labelled ones on all ranks."""
+        """Read batches in the thread that iterates, equally far ahead of the labelled batches on all ranks."""
         before: deque[Any] = deque()  # reading state of each pending batch
         left = True
         try:
@@ -172,10 +172,10 @@ class DistillLoader(Generic[B], abc.ABC):
         """Return the loader state that the training loop may query for the batch just read."""
 
     def _set_reading_state(self, state: Any) -> None:
-        """Restore that state for the training loop when the batch is delivered; None after the last."""
+        """Restore the state of `_reading_state` when its batch is delivered; `state` is None after the last batch."""
 
     def _ahead(self, batches: Iterator[tuple[B, Any]]) -> Generator[tuple[B, Any], None, None]:
-        """Start moving the next batch to the device, if there is one, before the current batch is used."""
+        """Start moving the next batch to the device, if a device is set, before the current batch is used."""
         if self._device is None:
             yield from batches
             return
@@ -227,7 +227,7 @@ def batch_request(
     dataset: str = "",
     options: Options | None = None,
 ) -> LabelRequest | None:
-    """Return the request that the arguments of a framework's `distill` describe, None without teachers."""
+    """Return the request described by the arguments of a framework's `distill`; None without teachers."""
     if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
         raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
     if cache is not None and ids is None:
@@ -258,12 +258,12 @@ def batch_request(
 
 
 def no_teachers(teachers: TeachersLike) -> bool:
-    """Return whether `teachers` is an empty list: training without teachers. None means the environment's teachers."""
+    """Return whether `teachers` is an empty list: no teachers. None means the teachers in the environment."""
     return isinstance(teachers, Sequence | Mapping) and not isinstance(teachers, str) and not teachers
 
 
 def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
-    """Return the services that `teachers` names, in any of its forms."""
+    """Return the services that `teachers` specifies, in any of its forms."""
     if teachers is None:
         return teachers_from_env(optional=optional)
     if isinstance(teachers, Mapping):
@@ -285,7 +285,7 @@ def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, op
 def resolve_routes(
     teachers: TeachersLike, route: Route, discovery: str | None = None, *, optional: bool = False
 ) -> tuple[list[Teachers], Router | None]:
-    """Return the services that `teachers` names, and the router that selects among them by the value of `route`."""
+    """Return the services in `teachers`, and the router that selects a service by the value of `route`."""
     if route is None:
         return resolve_teachers(teachers, discovery, optional=optional), None
     if not isinstance(teachers, Mapping) or not teachers:
@@ -311,7 +311,7 @@ def resolve_routes(
 
 
 def input_getters(inputs: Inputs, argument: str = "inputs") -> dict[str, Getter]:
-    """Return, by input name, the function that finds the input in a batch."""
+    """Return, for each input name, the function that finds the input in a batch."""
     if isinstance(inputs, str):
         inputs = {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     found: dict[str, Getter] = {}
@@ -340,5 +340,5 @@ def _part_getter(index: int, count: int) -> Getter:
 
 
 def field_getter(key: str | int | Getter) -> Getter:
-    """Return a function that finds the field at `key`, which may itself be such a function."""
+    """Return a function that finds the field at `key`; if `key` is such a function, return it."""
     return key if callable(key) else operator.itemgetter(key)

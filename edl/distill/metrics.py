@@ -1,4 +1,4 @@
-"""Exports a reader's counters to Prometheus, which reads them at each scrape."""
+"""Exports a reader's counters to Prometheus; they are read at each scrape."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def export(reader: _HasStats, name: str = "reader", registry: CollectorRegistry 
     """Export a reader's `stats()` to Prometheus; `prometheus_client.start_http_server(port)` serves them.
 
     Args:
-        reader: A `DistillReader`, or a loader returned by `distill`. It is not kept alive.
+        reader: A `DistillReader`, or a loader returned by `distill`. The collector does not keep it alive.
         name: Value of the label `reader`, to distinguish several readers.
         registry: Prometheus registry to register with.
 

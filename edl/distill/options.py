@@ -14,21 +14,23 @@ class Policy:
     """Limits and deadlines of the dispatcher. Durations are in seconds.
 
     Attributes:
-        window: Largest number of requests in flight per teacher.
-        hedge_after: A request older than this many median latencies of its teacher is sent to a second teacher.
-        hedge_budget: Extra requests from hedging, as a share of all; 0 turns hedging off. Only a request that blocks
-            the training loop and is late by a second or more may exceed it.
-        hedge_min_s: Requests younger than this are never hedged.
+        window: Largest number of requests in flight at each teacher.
+        hedge_after: A request that has been pending for more than this many median latencies of its teacher is sent to
+            a second teacher.
+        hedge_budget: Extra requests from hedging, as a share of all requests; 0 turns hedging off. Only a request that
+            blocks the training loop and is late by a second or more may exceed it.
+        hedge_min_s: Requests pending for less time than this are never hedged.
         request_timeout_s: A request unanswered after this time is sent to a different teacher.
         failures_to_open: Number of failures in a row after which a teacher is paused.
-        open_min_s: Length of a teacher's first pause. A task that failed on all live teachers waits as long before one
-            of them is asked again.
-        open_max_s: Longest pause; pauses double until an answer is valid.
-        coming_s: How long a failed task waits, from its first failure, for teachers still connecting, before it is sent
-            again to a teacher it failed on, or given up.
+        open_min_s: Length of a teacher's first pause. A task that failed on all live teachers waits for the same time
+            before one of them is asked again.
+        open_max_s: Longest pause; each pause is twice as long as the one before, until a valid answer arrives.
+        coming_s: How long a failed task waits, from its first failure, for teachers that are still connecting, before
+            it is sent again to a teacher on which it failed, or is given up.
         aside_s: How long a teacher with unusable outputs is set aside.
         task_failures: A task that failed this often, on any teachers, is given up.
-        task_losses: A task whose teacher was lost more often than this is given up: it may be what kills teachers.
+        task_losses: A task whose teacher was lost more often than this is given up, because the task itself may be
+            crashing the teachers.
     """
 
     window: int = 32
@@ -51,26 +53,27 @@ class Options:
 
     Attributes:
         teacher_timeout_s: How long to wait without a live teacher before `NoTeacherError` is raised.
-        memory_bytes: Largest size of items and answers held ahead of the training loop; pending answers are estimated
-            from earlier ones. If answers grow to more than twice that, pending requests are cancelled and sent again
-            later. Two requests, and the batch that the training loop waits for, are sent at any size.
+        memory_bytes: Largest size of the items and answers held ahead of the training loop; the size of pending answers
+            is estimated from earlier answers. If answers turn out larger, so that more than twice this size is needed,
+            pending requests are cancelled and sent again later. Two requests, and the batch that the training loop
+            waits for, are sent whatever their size.
         cache_queue_bytes: Largest size of labels queued for the cache. If the disk cannot keep up, further labels are
             not cached (`stats().rows_not_cached`) and are requested again later.
-        linger_s: A partly filled request of samples is sent when the training loop waits for it and the source has been
-            silent this long.
+        linger_s: A partly filled request of samples is sent when the training loop waits for it and the source has
+            yielded nothing for this long.
         source_timeout_s: How long a new epoch waits for a source that is still busy with the previous epoch, before
             `TemporaryError` is raised.
-        max_request_bytes: Largest size of the inputs in a request, unless a teacher accepts less; larger batches are
-            split.
+        max_request_bytes: Largest size of the inputs in a request, unless a teacher's limit is lower; larger batches
+            are split.
         max_answer_bytes: Largest size of an answer.
         shared_memory: Whether to use shared memory for teachers on this host.
         mixed_versions: "warn" accepts labels of several model versions in an epoch and logs a warning; "refuse" accepts
-            only those of the first teacher's version, or of `version=`. See docs/students.md.
+            only labels of the first teacher's version, or of `version=`. See docs/students.md.
         progress_s: Interval between progress log lines (logger `edl.distill`, level INFO).
-        publish_load: Whether to publish through discovery the load on a service and how long training waits for it, so
-            that EDL can compute how many teachers are needed (docs/scaling.md). None for `EDL_PUBLISH_LOAD`, else True.
-            Nothing is published with fixed endpoints.
-        policy: Windows, hedging, retries.
+        publish_load: Whether to publish, through discovery, the load on a service and how long training waits for the
+            service, so that EDL can compute how many teachers are needed (docs/scaling.md). None for the value of
+            `EDL_PUBLISH_LOAD`, or True if that is not set. Nothing is published with fixed endpoints.
+        policy: Settings for windows, hedging and retries.
         credentials: TLS and tokens; None for `EDL_TLS_CA`, `EDL_TOKEN_FILE` and the related variables.
 
     Raises:

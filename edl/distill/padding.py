@@ -1,4 +1,4 @@
-"""Rows of sequences in batches padded to one length."""
+"""Places the rows of sequences in batches that are padded to one length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def as_token_mask(mask: Array, what: str) -> Array:
 
 
 def padded(output: Array | TopK, mask: Array) -> Array | TopK:
-    """Return new arrays with the rows of a batch of padded sequences in their places, and 0 everywhere else."""
+    """Return new arrays [sequences, length, ...] with the rows placed where `mask` is 1, and 0 elsewhere."""
     if isinstance(output, TopK):
         return output.map(lambda array: _scattered(array, mask))
     return _scattered(np.asarray(output), mask)

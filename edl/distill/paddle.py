@@ -21,7 +21,8 @@ def distill(loader: Iterable[B], teachers: TeachersLike = None, **arguments: Any
 
     Args:
         loader: Yields batches, such as a `paddle.io.DataLoader`.
-        teachers: Teachers to ask, as in `edl.distill.torch.distill`; with an empty list it yields `(batch, None)`.
+        teachers: Teachers to ask, as in `edl.distill.torch.distill`; if this is an empty list, the loader yields
+            `(batch, None)`.
         **arguments: The other arguments of `edl.distill.torch.distill`, such as `inputs` and `outputs`, except `device`
             and `ahead`: Paddle creates the tensors of labels on its current device.
 

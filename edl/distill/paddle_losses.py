@@ -1,4 +1,4 @@
-"""Losses of a student that learns from soft labels, for PaddlePaddle; `edl.distill.losses` documents the functions."""
+"""PaddlePaddle losses for a student that learns from soft labels; `edl.distill.losses` documents them."""
 
 from __future__ import annotations
 

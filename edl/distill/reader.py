@@ -1,4 +1,4 @@
-"""`DistillReader`, which keeps the contract of PaddlePaddle EDL 0.3's class, so that existing programs keep working."""
+"""`DistillReader`, compatible with PaddlePaddle EDL 0.3's class, so that existing programs continue to work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _Kind: TypeAlias = Literal["sample", "sample_list", "batch", "sequence", "sequen
 
 
 class DistillReader:
-    """Adds teachers' predictions to what a data source yields.
+    """Adds teachers' predictions to the values that a data source yields.
 
     ::
 
@@ -53,30 +53,30 @@ class DistillReader:
     The source runs in a background thread, ahead of the training loop. Its values are passed on uncopied, so it must
     yield new arrays every time and not reuse a buffer.
 
-    Setters return this reader. They raise `SettingsError` for invalid values, if the source or teachers are already
-    set, and once the first epoch has started.
+    Setters return this reader. They raise `SettingsError` if a value is invalid, if the source or the teachers have
+    already been set, or if the first epoch has started.
 
     Args:
         ins: For each field of a sample, the name of the teachers' input, or None for a field that only passes through.
-            Further fields pass through too; names that the teachers' model does not have are not sent. A sample with
-            fewer fields raises `SourceError`.
+            Further fields pass through too. Fields whose names the teachers' model does not have are not sent. A sample
+            with fewer fields raises `SourceError`.
         predicts: Names of the teachers' outputs, which are appended to the fields.
         teachers: Alternative to `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`,
             or a list of `Teachers` for an ensemble.
         teacher_batch_size: Rows per request; see `set_teacher_batch_size`.
-        route: Position of the field whose value selects a sample's teachers, or a function of the sample; a batch has a
-            value per row, or one for all rows. `teachers` is then a mapping from value to a service, endpoints or
-            `Teachers`; the key None covers all other values.
+        route: Position of the field whose value selects a sample's teachers, or a function of the sample; a batch has
+            one value per row, or a single value for all rows. `teachers` is then a mapping from each value to a
+            service, endpoints or `Teachers`; the key None applies to all other values.
         combine: How to combine an ensemble's answers; see `edl.distill.pipeline.answers.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
-        top_k: Deliver the k largest logits per row as `TopK`; None for whole outputs.
-        temperature: Temperature at which `top_k` sums up the tail's mass.
-        dtype: "float16" or "float32" for floating-point outputs, None for the model's own.
+        top_k: Number k of the largest logits per row to deliver, as `TopK`; None for whole outputs.
+        temperature: Temperature at which the mass of the tail is computed, with `top_k`.
+        dtype: "float16" or "float32" for floating-point outputs, None for the model's own type.
         version: Use only labels of this model version; empty for any.
         tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash. Teachers with a
-            different one are refused. Empty for any.
+            different tokenizer are not used. Empty for any.
         cache: Cache of soft labels: samples seen before are not sent to teachers again. If the cache has all labels,
-            you need not name teachers.
+            you need not specify teachers.
         id_field: Position of the field that holds a sample's id (an integer or a string); used only with a cache.
         dataset: With a cache: tag for what the ids mean; see `edl.distill.cache.CacheKey`.
         options: Deadlines, memory and hedging; see `Options`.
@@ -148,7 +148,7 @@ class DistillReader:
         """Set a source of samples: tuples of fields. The reader yields each tuple with the predictions appended.
 
         A sample's prediction is an array without a row axis, or with `top_k` a `TopK` with ids and values [k].
-        `TopK.stack` combines several into a batch.
+        `TopK.stack` combines several of them into a batch.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of samples.
@@ -172,12 +172,12 @@ class DistillReader:
         return self._set_source("batch", reader)
 
     def set_sequence_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of sequences: tuples of fields. Fields named in `ins` are arrays [tokens, ...] of equal length.
+        """Set a source of sequences: tuples of fields. Fields named in `ins` are arrays [tokens, ...] of one length.
 
-        Sequences may differ in length, and nothing is padded: a sequence of T tokens is T rows; row t holds token t and
+        Sequences may differ in length, and nothing is padded. A sequence of T tokens is T rows: row t holds token t and
         the teacher's prediction of token t + 1 (the last row predicts the token after the end). Requests are filled
         with whole sequences up to `teacher_batch_size` tokens. If the teachers' model has an input `position` that is
-        not in `ins`, the tokens' positions are sent too. The reader yields the tuple with the predictions appended:
+        not in `ins`, the tokens' positions are sent too. The reader yields each tuple with the predictions appended:
         arrays [tokens, ...], or `TopK` with a row per token.
 
         Args:
@@ -186,7 +186,7 @@ class DistillReader:
         return self._set_source("sequence", reader)
 
     def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of lists of sequences; the reader yields equally long lists; see `set_sequence_generator`.
+        """Set a source of lists of sequences; the reader yields lists as long. See `set_sequence_generator`.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of lists.
@@ -210,7 +210,7 @@ class DistillReader:
         teacher_service_name: str,
         require_max_teacher: int | None = None,
     ) -> Self:
-        """Use the teachers that register as `teacher_service_name`.
+        """Use the teachers that are registered as `teacher_service_name`.
 
         Args:
             discovery_servers: URL of the registry, `consul://host:8500`, `etcd://host:2379` or `sqlite:///path`; None
@@ -247,9 +247,10 @@ class DistillReader:
     def set_teacher_batch_size(self, teacher_batch_size: int) -> Self:
         """Set the rows per request.
 
-        Default: 32 with samples; with batches the whole batch, split into pieces of 256 if it is larger; with sequences
-        2,048 tokens, or a quarter of what a teacher queues. Requests are smaller if a teacher accepts fewer rows. A
-        longer sequence is not split; it becomes its own request.
+        The default is 32 for samples. For batches it is the whole batch, which is split into pieces of 256 rows if it
+        is larger. For sequences it is 2,048 tokens, or a quarter of the tokens that a teacher queues. Requests are
+        smaller if a teacher accepts fewer rows. A sequence longer than the limit is not split; it becomes a request of
+        its own.
 
         Args:
             teacher_batch_size: Rows per request, at least 1.
@@ -346,7 +347,7 @@ class DistillReader:
             weakref.finalize(self, session.close_without_waiting).atexit = False  # the session closes itself at exit
 
     def _deliver(self, session: LabelSession, epoch: Epoch) -> Generator[Any, None, None]:
-        """Yield items with predictions. This keeps the reader alive even if its user no longer references it."""
+        """Yield items with predictions. Keeps the reader alive even if the user no longer references it."""
         _, shape = _KINDS[self._kind or "batch"]
         for item, predictions in session.labelled(epoch):
             yield shape(item, predictions)
@@ -411,4 +412,4 @@ _KINDS: dict[_Kind, tuple[type[Cutter], Callable[[Item, list[Any]], Any]]] = {
     "sequence": (SequenceCutter, _batch),
     "sequence_list": (SequenceListCutter, _sequence_list),
 }
-"""For each kind of source, the class that cuts its values and the function that appends predictions."""
+"""For each kind of source, the class that cuts the source's values, and the function that appends predictions."""

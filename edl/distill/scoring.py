@@ -1,4 +1,4 @@
-"""Requests teachers' labels for sequences created at run time, for loops in which the student generates them."""
+"""Requests teachers' labels for sequences created at run time, for loops in which the student generates text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ScoreCall:
 
 
 class ScoreCalls:
-    """Sends calls in order of arrival, with a limit on the pending tokens."""
+    """Sends calls in the order in which they arrive, and limits the number of pending tokens."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ScoreCalls:
         self._loop = BackgroundLoop("edl-score", self._step)
 
     def add(self, call: ScoreCall) -> None:
-        """Add a call. An empty one is completed at once, because no answer would wake the thread for it."""
+        """Add a call. A call without sequences is completed at once, because no answer will wake the thread."""
         if not call.samples:
             call.future.set_result([])
             return
@@ -109,12 +109,12 @@ class ScoreCalls:
             self._loop.wake()
 
     def let_go(self) -> None:
-        """End after the scorer's garbage collection. As a finalizer, it only sets a flag and wakes the thread."""
+        """End after the scorer was garbage-collected. Being a finalizer, only set a flag and wake the thread."""
         self._abandoned = True
         self._loop.wake()
 
     def close(self) -> None:
-        """End open calls with `ClosedError`, after the labeller was closed."""
+        """End open calls with `ClosedError`. Call this after the labeller has been closed."""
         self._loop.close()
         self._end_all()
 
@@ -256,7 +256,7 @@ class ScoreCalls:
 
 
 def _length(sample: tuple[Any, ...]) -> int:
-    """Return the length of a sequence; 1 for a single value, which the cutter refuses."""
+    """Return the length of a sequence; 1 for a single value, which the cutter will reject."""
     return len(sample[0]) if sample[0].ndim else 1
 
 
@@ -270,14 +270,14 @@ def _fail(call: ScoreCall, error: BaseException) -> None:
 
 
 def _outputs(chunk: Chunk, start: int, stop: int) -> Mapping[str, Array | TopK]:
-    """Return copies of a sequence's outputs: the user may keep one sequence without the rest of its request."""
+    """Return copies of a sequence's outputs, so that keeping them does not keep the rest of the request."""
     outputs = chunk.outputs[0]
     assert outputs is not None
     return {name: copied(output[start:stop]) for name, output in outputs.items()}
 
 
 class Scorer:
-    """Asks language-model teachers for the labels of sequences, many calls at a time.
+    """Asks language-model teachers for the labels of sequences; many calls may be pending at a time.
 
     ::
 
@@ -287,27 +287,27 @@ class Scorer:
         first, second = future.result()   # TopK with a row for each token
 
     Row t of a label belongs to token t, and is the teacher's prediction of token t + 1 (the last row predicts the token
-    after the end). Requests are filled, resent and hedged like a reader's. Thread-safe.
+    after the end). Requests are filled, resent and hedged as by a `DistillReader`. Thread-safe.
 
     Args:
         teachers: A service's name, `host:port` of teachers, or `Teachers`; None to read the environment. If teachers
-            differ by domain, a mapping from domain to any of these; the key None covers all other domains, and each
-            call needs `route`.
-        top_k: Number of the most probable tokens to return, as `TopK`.
+            differ by domain, a mapping from each domain to any of these; the key None applies to all other domains, and
+            each call needs `route`.
+        top_k: Number of most probable tokens to return per row, as `TopK`.
         targets: Whether to ask for the log-probabilities of given tokens as well; each call then needs `targets`.
         temperature: Temperature of the tail; some teachers support only 1.
         dtype: Type of the values of `TopK`, "float16" or "float32"; None for the model's own. Log-probabilities of
             `targets` are always float32.
         version: Use only labels of this model version; empty for any.
         tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash. Teachers with a
-            different one are refused. Empty for any.
+            different tokenizer are not used. Empty for any.
         discovery: URL of the registry for the service in `teachers`.
         request_tokens: Tokens per request; None for 2,048, or a quarter of what teachers queue.
         max_tokens: Largest number of pending tokens; further calls wait.
         options: Deadlines, hedging and credentials; see `Options`.
 
     Attributes:
-        targets: Whether calls have `targets`, as given.
+        targets: Whether calls need `targets`, as given.
 
     Raises:
         SettingsError: An argument is invalid.
@@ -380,22 +380,23 @@ class Scorer:
         Args:
             sequences: Sequences of token ids, each [tokens] with at least one token: arrays, tensors or lists of
                 integers.
-            targets: For each sequence, the tokens whose log-probabilities are requested, [tokens, m] with the same m
-                for all; required if the scorer was created with `targets=True`, else not allowed.
-            route: If teachers are named by domain: the domain of each sequence (a list, an array or a tensor), or one
-                for all.
+            targets: For each sequence, the tokens whose log-probabilities are requested, [tokens, m], with the same m
+                for all sequences. Required if the scorer was created with `targets=True`, otherwise not allowed.
+            route: If `teachers` is a mapping: the domain of each sequence (a list, an array or a tensor), or one domain
+                for all sequences.
             timeout_s: Seconds until the future fails with `TemporaryError`; None for the deadlines of `Options` only.
 
         Returns:
-            A future of a list with a `TopK` for each sequence, with a row per token; with `targets`, a pair of the
-            `TopK` and the log-probabilities, float32 [tokens, m]. You can cancel it. It fails with the errors of a
+            A future. Its result is a list with a `TopK` for each sequence, which has one row per token; with `targets`,
+            a pair of the `TopK` and the log-probabilities, float32 [tokens, m]. You can cancel the future. It fails
+            with the errors of a
             reader: `NoTeacherError`, `RejectedError`, `BadOutputError`, `SourceError` for a sequence that no teacher
-            takes, and `ClosedError`.
+            accepts, and `ClosedError`.
 
         Raises:
             ClosedError: The scorer is closed.
             SettingsError: `targets`, `route` or `timeout_s` is invalid.
-            SourceError: `sequences` or `targets` cannot be sent, or no teachers are named for a domain.
+            SourceError: `sequences` or `targets` cannot be sent, or a domain has no teachers.
         """
         self._session.labeller.check()
         if (targets is not None) != self.targets:
@@ -420,7 +421,7 @@ class Scorer:
         return self._session.labeller.max_sequence()
 
     def stats(self) -> ReaderStats:
-        """Return the counters so far, in which rows are tokens; may be called from any thread."""
+        """Return the counters so far, which count tokens as rows; may be called from any thread."""
         return self._session.stats()
 
     def close(self) -> None:
@@ -441,7 +442,7 @@ def _let_go(session: LabelSession, calls: ScoreCalls) -> None:
 
 
 def _samples(sequences: Sequence[Any], targets: Sequence[Any] | None) -> list[tuple[Any, ...]]:
-    """Return tuples of copied arrays, so that the caller may reuse its own."""
+    """Return tuples of copied arrays, so that the caller may reuse its arrays."""
     if isinstance(sequences, str | bytes) or not hasattr(sequences, "__len__"):
         raise SourceError(f"sequences of type {type(sequences).__name__}: expected a list of sequences of token ids")
     columns = [(IDS, sequences)] if targets is None else [(IDS, sequences), (TARGETS, targets)]
@@ -468,24 +469,25 @@ def on_policy(
 ) -> Generator[tuple[P, Sequence[Any], list[Any]], None, None]:
     """Generate from prompts, and yield the sequences with their labels in the order of the prompts.
 
-    The teacher scores a batch while the next ones are generated. With `ahead=1`, a batch is generated by the student of
-    one optimizer step earlier; with `ahead=0`, by the current student, and the loop waits for its labels.
+    The teacher scores a batch while the next ones are generated. With `ahead=1`, a batch is generated by the student as
+    it was one optimizer step earlier. With `ahead=0`, it is generated by the current student, and the loop waits for
+    the batch's labels.
 
     Args:
         prompts: Batches of prompts, of any type.
-        generate: Function that returns the sequences of a batch, prompt and continuation, as `Scorer.score` takes them.
-            It is called in the iterating thread and may return several sequences per prompt. Prompts and sequences must
-            not be changed before they are yielded.
+        generate: Function that returns the sequences of a batch, each with prompt and continuation, in a form that
+            `Scorer.score` accepts. It is called in the iterating thread and may return several sequences per prompt.
+            Prompts and sequences must not be changed before they are yielded.
         teacher: Scorer of the sequences. If it was created with `targets`, these are the next tokens: token t + 1 at
             row t, and the last token again at the last row.
-        ahead: Number of batches already generated and being scored when a batch is yielded.
-        route: If the scorer's teachers are named by domain: key, position or function that finds in a batch of prompts
-            the domain of each sequence, or of all.
+        ahead: Number of later batches that have been generated, and are being scored, when a batch is yielded.
+        route: If the scorer's `teachers` is a mapping: key, position or function that finds, in a batch of prompts, the
+            domain of each sequence, or a single domain for all sequences.
         timeout_s: Seconds until a batch fails; see `Scorer.score`.
 
     Yields:
-        The prompts, the sequences, and their labels: a `TopK` for each sequence, or a pair of it and the
-            log-probabilities of the next tokens, float32 [tokens, 1].
+        The prompts, the sequences, and their labels: a `TopK` for each sequence; with `targets`, a pair of the `TopK`
+            and the log-probabilities of the next tokens, float32 [tokens, 1].
 
     Raises:
         SettingsError: `ahead` is below 0.
@@ -515,7 +517,7 @@ def on_policy(
 
 
 def _check_generated(number: int, prompts: Any, sequences: Any) -> None:
-    """Check that there is a sequence for each prompt, if the type of the batch tells the number of prompts."""
+    """Check that there is a sequence for each prompt, if the batch has a type that shows the number of prompts."""
     texts = isinstance(prompts, list) and all(isinstance(prompt, str | list) for prompt in prompts)
     least = len(prompts) if texts or getattr(prompts, "ndim", None) else 1
     if hasattr(sequences, "__len__") and len(sequences) < least:

@@ -15,12 +15,12 @@ class TeacherStats:
     Attributes:
         endpoint: Address of the teacher.
         state: State of the teacher: "ready", "connecting", "draining", "set aside" or "gone".
-        why: Reason if it is not ready; else empty.
+        why: Reason why the teacher is not ready; empty if it is ready.
         rows: Rows delivered from this teacher.
         requests: Requests that succeeded.
         failures: Requests that failed.
         in_flight: Requests now pending at the teacher.
-        window: Number of requests that may be pending at it.
+        window: Number of requests that may be pending at the teacher.
         median_s: Median latency of the last answers in seconds; 0 before the first.
     """
 
@@ -41,28 +41,29 @@ class ReaderStats:
 
     Attributes:
         rows_asked: Rows that needed a teacher's answer (once for each service of an ensemble).
-        rows_received: Rows of these that were answered.
+        rows_received: Rows among `rows_asked` that were answered.
         rows_resent: Rows sent again because a request failed.
         rows_hedged: Rows sent a second time because a request was late.
         requests_hedged: Requests sent a second time because they were late.
         rows_cached: Rows that the soft-label cache answered.
-        rows_not_cached: Rows whose answer was not cached, because the disk was too slow or failed.
+        rows_not_cached: Rows whose answers were not cached because the disk was too slow or failed.
         rows_delivered: Rows given to the training loop.
-        rows_buffered: Rows read from the source and not yet taken by the training loop.
-        bytes_held: Bytes of these rows' items and answers; pending answers are estimated. See `Options.memory_bytes`.
-        wait_s: Seconds that the training loop waited for labels.
+        rows_buffered: Rows that were read from the source, but not yet taken by the training loop.
+        bytes_held: Size in bytes of the buffered rows' items and answers; the size of pending answers is estimated. See
+            `Options.memory_bytes`.
+        wait_s: Seconds that the training loop has waited for labels.
         source_wait_s: Seconds of `wait_s` in which the data source was still producing the samples.
         cache_queue_bytes: Bytes of labels queued for the cache.
         teachers_live: Number of teachers that accept work.
         teachers: Counters of each teacher by id. They start at 0 each time the teacher joins. A teacher that left is
-            kept as "gone" until it returns, or until a hundred others have left since.
-        departed: Sums over all teachers that ever left.
+            listed as "gone" until it returns, or until a hundred other teachers have left after it.
+        departed: Sums of the counters of all teachers that have ever left.
         set_aside: How often a teacher was paused, by reason: "overloaded" (it had no room), "timeout", "error", "lost",
-            "rejected" (a request that others accept), "bad output".
+            "rejected" (it rejected a request that other teachers accept), "bad output".
         routes: Counters of each route's teachers, by value of the routing field (`route=`). Values with the same
-            teachers share counters. Empty without routes.
-        discovery: Reason why the registry does not answer, or which teachers cannot renew their registration; empty if
-            there is no problem.
+            teachers have the same counters. Empty without routes.
+        discovery: Why the registry does not answer, or which teachers cannot renew their registration; empty if there
+            is no problem.
     """
 
     rows_asked: int = 0
@@ -103,7 +104,7 @@ class ReaderStats:
 
 
 def merged(parts: Iterable[ReaderStats]) -> ReaderStats:
-    """Return the sum over several services; clashing ids get the service's number appended."""
+    """Return the sums over several services; if ids clash, the service's number is appended to them."""
     parts = list(parts)
     teachers: dict[str, TeacherStats] = {}
     for index, part in enumerate(parts):

@@ -1,8 +1,9 @@
-"""Names a student's teachers, and watches those of a service through discovery.
+"""Specifies a student's teachers, and watches the teachers of a service through discovery.
 
-Students wait even for a name that is similar to a registered service: `digits-2` may be about to start while `digits`
-runs. The watcher logs "did you mean" at once, and `NoTeacherError` repeats it if no teacher appears. Each address of a
-DNS name among fixed endpoints is a teacher. Names are looked up repeatedly, since pods come and go.
+Students wait for an unregistered service even if a similar name is registered: `digits-2` may be about to start while
+`digits` runs. The watcher logs "did you mean" at once, and `NoTeacherError` repeats it if no teacher appears. If a
+fixed endpoint is a DNS name, each of its addresses is a teacher. DNS names are looked up repeatedly, because pods come
+and go.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ _CLOSE_S = 10.0  # how long `close` waits for a silent registry: twice a request
 
 @dataclass(frozen=True)
 class Teachers:
-    """The teachers of a service, or a fixed list of them.
+    """The teachers of a service, or a fixed list of teachers.
 
     Attributes:
         service: Name under which the teachers register. Set either this or `endpoints`.
         endpoints: `host:port` of every teacher. A DNS name with several addresses means a teacher at each of them.
         discovery: URL of the registry; None for `EDL_DISCOVERY`, or this machine's SQLite file.
         max_teachers: Largest number of teachers to use at a time. Students of the same service then share its teachers.
-        model: Model name in requests; empty for the name that the teacher registered, or its only model.
-        weight: Share in a weighted average with other services.
+        model: Model name in requests; empty for the model that the teacher registered, or for its only model.
+        weight: Weight of this service in a weighted average over services.
         version: Use only labels of this model version; empty for any. See "Versions" in docs/students.md.
-        priority: Priority on a Triton server with other clients. "lowest" sends few rows and requests at a time;
-            "default" sends no priority; a number is that level. "auto" uses what the server registered (`edl register
-            --priority`), else the lowest level if the model has levels. See docs/borrowing-triton.md.
+        priority: Priority of requests on a Triton server that has other clients. "lowest" uses the lowest level, with
+            few rows and requests at a time; "default" sends no priority; a number is sent as the level. "auto" uses the
+            priority with which the server was registered (`edl register --priority`); if there is none, it uses the
+            lowest level if the model has levels. See docs/borrowing-triton.md.
 
     Raises:
         SettingsError: A value is invalid, or neither or both of `service` and `endpoints` are set.
@@ -95,7 +97,7 @@ class Teachers:
             discovery: URL of the registry.
 
         Raises:
-            SettingsError: `teachers` is empty, or neither a name nor addresses.
+            SettingsError: `teachers` is empty, or is neither a name nor addresses.
         """
         if isinstance(teachers, Teachers):
             return teachers
@@ -109,19 +111,20 @@ class Teachers:
 
     @property
     def name(self) -> str:
-        """The name for titles."""
+        """The name for use in titles."""
         return self.service or ", ".join(self.endpoints)
 
     @property
     def described(self) -> str:
-        """The name for messages, with the registry's URL."""
+        """The name for use in messages, with the registry's URL."""
         return f"{self.service!r} in {DiscoverySettings.of(self.discovery).url}" if self.service else self.name
 
 
 def service_identities(groups: Sequence[Teachers]) -> list[str]:
-    """Return, for each group, the name that its labels have in a cache: the service, or all endpoints in sorted order.
+    """Return the name of each group's labels in a cache: the service, or all endpoints in sorted order.
 
-    The registry's URL is included only if an ensemble has two services of one name, since a registry has several URLs.
+    The registry's URL is included only if an ensemble has two services with the same name, because one registry may
+    have several URLs.
     """
     names = [group.service or ",".join(sorted(group.endpoints)) for group in groups]
     places = [(name, DiscoverySettings.of(group.discovery).url) for name, group in zip(names, groups, strict=True)]
@@ -132,7 +135,7 @@ def service_identities(groups: Sequence[Teachers]) -> list[str]:
 
 
 def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
-    """Return the teachers that `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`, name; none only if `optional`."""
+    """Return the teachers in `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`; may be [] if `optional`."""
     settings = TeacherSettings.from_env()
     if settings.endpoints:
         return [Teachers(endpoints=settings.endpoints)]
@@ -150,7 +153,7 @@ _NO_URL: Final = "name a service, or host:port of teachers; the store with the s
 
 
 def fixed_instance(endpoint: str) -> Instance:
-    """Return an endpoint, `host:port` or `unix:/path`, as an instance."""
+    """Return an `Instance` for an endpoint, `host:port` or `unix:/path`."""
     if not _is_endpoint(endpoint):
         if "://" in endpoint:
             meant = urlsplit(endpoint).netloc
@@ -179,7 +182,7 @@ class ResolvedInstance(Instance):
 
 
 def addresses_of(host: str) -> list[str]:
-    """Return a host name's addresses, of this host's preferred family only: using both would count a teacher twice."""
+    """Return a name's addresses in the IP family that this host prefers; with both, a teacher would count twice."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return sorted({str(address[0]) for family, _, _, _, address in found if family == found[0][0]})
 
@@ -193,11 +196,11 @@ def _is_name(instance: Instance) -> bool:
 
 
 class TeacherWatcher:
-    """Reports teachers whenever they change, from its own thread; fixed endpoints once unless they include DNS names.
+    """Reports teachers when they change, from its own thread; endpoints without DNS names are reported once.
 
-    `changed` gets each snapshot; "; did you mean …?" if the service has never had a teacher and the registry has a
-    similarly named one, otherwise an empty string; and whether the snapshot has all of the service's teachers, or
-    leaves some to other students (`max_teachers`).
+    `changed` is called with three arguments: each snapshot; "; did you mean …?" if the service has never had a teacher
+    and the registry has a service with a similar name, otherwise an empty string; and whether the snapshot has all of
+    the service's teachers (False if it leaves some to other students, see `max_teachers`).
     """
 
     def __init__(
@@ -240,7 +243,7 @@ class TeacherWatcher:
             self._registry.close()
 
     def _follow_addresses(self) -> float:
-        """Report addresses if they have changed; return the seconds until the next look."""
+        """Report addresses if they have changed; return the seconds until the next look-up."""
         failed = ""
         for host in {each.address for each in self._fixed if _is_name(each)}:
             try:
@@ -271,7 +274,7 @@ class TeacherWatcher:
         ]
 
     def _follow(self) -> float | None:
-        """Follow the service until closed; return the seconds until the next attempt, None for no further one."""
+        """Follow the service until closed; return the seconds until the next attempt, None if there is none."""
         service = self._teachers.service
         assert service is not None
         try:

@@ -53,46 +53,47 @@ def distill(
             ...
 
     Args:
-        loader: Yields batches: a tensor, a tuple or list of tensors, or a mapping. Its workers, pinning and `len` work.
+        loader: Yields batches: a tensor, a tuple or list of tensors, or a mapping. Its workers, pinned memory and `len`
+            work as usual.
         teachers: A service's name, `host:port` of teachers, `Teachers`, or a list of `Teachers` for an ensemble; None
-            to read the environment (`EDL_SERVICE`, `EDL_TEACHERS`). With an empty list no teacher is asked: the loader
-            yields `(batch, None)` in the same order, and of the other arguments only `device` has an effect.
-        inputs: Parts of a batch that the teachers need: names by position (None: not sent), a single name if the batch
-            is a tensor or only its first part is sent, or a mapping from name to key, position or function of the
-            batch.
+            to read the environment (`EDL_SERVICE`, `EDL_TEACHERS`). If this is an empty list, no teacher is asked: the
+            loader yields `(batch, None)` in the same order, and `device` is the only other argument that has an effect.
+        inputs: Parts of a batch to send to the teachers: a list with the input name for each position (None: not sent);
+            a single name if the batch is a tensor or only its first part is sent; or a mapping from each name to a key,
+            position or function of the batch.
         outputs: Name of the teachers' output, or several names.
         discovery: URL of the registry for the service in `teachers`.
-        route: Key (such as "domain"), position or function that finds in a batch the values that select the teachers: a
-            list, array or tensor with a value per row, or one value for the whole batch. `teachers` is then a mapping
-            from value to a service, endpoints or `Teachers`; the key None covers all other values. None if all services
-            label everything.
+        route: Key (such as "domain"), position or function that finds, in a batch, the values that select the teachers:
+            a list, array or tensor with one value per row, or a single value for the whole batch. `teachers` is then a
+            mapping from each value to a service, endpoints or `Teachers`; the key None applies to all other values.
+            None if all services label all rows.
         tokens: For batches of padded sequences from a language-model collator: key (such as "attention_mask"), position
             or function that finds the token mask, 0 and 1 [sequences, length]. Inputs are then [sequences, length,
             ...]; the tokens that the mask keeps are sent, one per row; labels are [sequences, length, ...], with 0
             where the mask is 0. None for batches of rows.
-        tokenizer: Path of the student's tokenizer, or its hash. Teachers with a different one are refused. Empty for
-            any.
+        tokenizer: Path of the student's tokenizer, or its hash. Teachers with a different tokenizer are not used. Empty
+            for any.
         batch_rows: Rows per request; None for the whole batch, split if it has more than 256 rows or a teacher accepts
             fewer; with `tokens`, None means 2,048 tokens, or a quarter of what a teacher queues.
         combine: How to combine an ensemble's answers; see `DistillReader`.
-        top_k: Keep the k largest logits per row, as `TopK` of tensors; None for whole outputs.
-        temperature: Temperature at which `top_k` sums up the tail's mass.
-        dtype: "float16" or "float32" for floating-point outputs, None for the model's own.
+        top_k: Number k of the largest logits per row to keep, as `TopK` of tensors; None for whole outputs.
+        temperature: Temperature at which the mass of the tail is computed, with `top_k`.
+        dtype: "float16" or "float32" for floating-point outputs, None for the model's own type.
         version: Use only labels of this model version; empty for any.
         device: Device to move tensors to, one batch ahead; pinned batches are moved without waiting.
         cache: Cache of soft labels by sample id. See `DistillReader`.
         ids: With a cache: key, position or function that finds the sample ids in a batch.
         dataset: With a cache: tag for what the ids mean. See `DistillReader`.
-        ahead: Number of batches to read ahead in the training loop's own thread, so that all ranks do it at the same
-            point. None reads in a separate thread, as far ahead as teachers can use. Loaders prepared by Accelerate are
-            always read in the loop's thread, 16 batches ahead, because they communicate with other ranks and count
-            batches.
+        ahead: Number of batches to read ahead in the training loop's own thread, so that all ranks read each batch at
+            the same point. None to read in a separate thread, as many batches ahead as the teachers can use. Loaders
+            prepared by Accelerate are always read in the loop's thread, 16 batches ahead, because they communicate with
+            other ranks and count batches.
         options: Deadlines, memory and hedging; see `Options`.
 
     Returns:
-        An iterable with the loader's length. Soft labels are a tensor [rows, ...] for a single output, a tuple for
-        several (for every service of an ensemble that is not combined), `TopK` of tensors with `top_k`; None if
-        `teachers` is an empty list.
+        An iterable with the loader's length. Soft labels are a tensor [rows, ...] for a single output, or a `TopK` of
+        tensors with `top_k`; a tuple of these for several outputs (for every service, if the answers of an ensemble are
+        not combined); None if `teachers` is an empty list.
 
     Raises:
         SettingsError: An argument is invalid.
@@ -149,7 +150,7 @@ class TorchLoader(DistillLoader[B]):
 
 
 class _DeliveredPlace:
-    """Replaces an Accelerate loader, which is ahead of training, when an `Accelerator` asks for its position."""
+    """Replaces an Accelerate loader, which reads ahead, when an `Accelerator` asks for the loader's position."""
 
     def __init__(self, loader: Any, end_of_dataloader: bool, remainder: int) -> None:
         self._loader = loader

@@ -1,9 +1,10 @@
-"""Repeatable augmented views: each is a function of a sample's id and a number, so that soft labels can be cached.
+"""Repeatable augmented views: each depends only on a sample's id and a number, so that soft labels can be cached.
 
-Student and teacher see the same view of an image, so the teacher's label is right for exactly these pixels ("consistent
-teaching": Beyer et al., "Knowledge distillation: A good teacher is patient and consistent", 2022). FKD (Shen and Xing,
-"A Fast Knowledge Distillation Framework for Visual Recognition", 2021) and DataCompDR (Vasu et al., "MobileCLIP", 2024)
-store each crop's parameters with its label; here a seed, derived from the id and the view's number, replaces them.
+Student and teacher see the same view of an image, so the teacher's label is for exactly the pixels that the student
+sees ("consistent teaching": Beyer et al., "Knowledge distillation: A good teacher is patient and consistent", 2022).
+FKD (Shen and Xing, "A Fast Knowledge Distillation Framework for Visual Recognition", 2021) and DataCompDR (Vasu et al.,
+"MobileCLIP", 2024) store each crop's parameters with its label; here, a seed derived from the id and the view's number
+replaces these parameters.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def view_seed(sample_id: int | str, view: int, seed: int = 0) -> int:
 def view_id(sample_id: int | str, view: int) -> int | str:
     """Return the id under which the label of a view is cached.
 
-    For an integer it is 65536 times the sample's id plus the view's number; for a string, the string, `#` and the
-    number. It does not depend on how many views there are.
+    For an integer, this is 65536 times the sample's id, plus the view's number; for a string, it is the string followed
+    by `#` and the number. It does not depend on the number of views.
 
     Args:
         sample_id: Id of the sample.
@@ -70,7 +71,7 @@ def view_id(sample_id: int | str, view: int) -> int | str:
 
 
 class AugmentedViews(Dataset[Any]):
-    """A data set with `views` views of each sample, one per epoch, each with an id and always the same.
+    """A data set with `views` views of each sample, one per epoch. Each view has an id and is always the same.
 
     ::
 
@@ -83,8 +84,8 @@ class AugmentedViews(Dataset[Any]):
                 ...
 
     `dataset[index]` is called with the random numbers of Python, numpy and PyTorch (on the CPU) seeded by `view_seed`,
-    and their state is restored afterwards. So all its randomness, including transforms, depends only on the sample and
-    the view, not on the order, the epoch, or a loader's number of workers.
+    and their state is restored afterwards. So all randomness in the data set, including its transforms, depends only on
+    the sample and the view, not on the order, the epoch, or a loader's number of workers.
 
     A tuple or list becomes a tuple with the view's id appended; a mapping gets the key "view_id"; any other sample
     becomes (sample, id).
@@ -92,10 +93,10 @@ class AugmentedViews(Dataset[Any]):
     Args:
         dataset: Data set that augments its own samples; it needs `__getitem__` and a length.
         views: Number of views of each sample, up to 65536. You can add more later; the first ones stay the same.
-        seed: A different number gives different views of the same samples. Like the augmentation, it belongs in the
-            cache's `dataset` tag.
-        ids: Ids of the samples by index, integers or strings, if an index may later mean a different sample; None to
-            use the index.
+        seed: A different number gives different views of the same samples. The cache's `dataset` tag should include the
+            seed, as well as the augmentation.
+        ids: Ids of the samples by index, integers or strings, in case an index may later refer to a different sample;
+            None to use the index.
         reseed: Function to call with the view's seed, for augmentations with their own random generator, such as
             `transform.set_random_seed` of albumentations.
 
@@ -104,8 +105,9 @@ class AugmentedViews(Dataset[Any]):
         views: The number of views, as given.
 
     Raises:
-        SettingsError: An argument is invalid. Also raised when a sample is read, if its augmentation differs under the
-            same seed: the first 8 samples of a process, and later one in 256, are computed twice.
+        SettingsError: An argument is invalid. Also raised when a sample is read, if its augmentation differs between
+            two computations with the same seed: the first 8 samples of a process, and later one sample in 256, are
+            computed twice.
     """
 
     def __init__(

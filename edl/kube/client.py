@@ -36,11 +36,12 @@ class KubeClient(Connection):
     not serve the kind; ClosedError after `close`. A namespace of None means the client's own.
 
     Args:
-        settings: cluster and user; None for those of the kubeconfig or the pod.
-        on_answer: called after each request with the call and the status code, 0 if there was no response; for metrics.
+        settings: cluster and user; None for those in the kubeconfig or of the pod.
+        on_answer: called after each request, for metrics, with the call and the status code (0 if there was no
+            response).
 
     Raises:
-        SettingsError: no cluster is configured, or the file that names it cannot be used.
+        SettingsError: no cluster is configured, or the file that describes the cluster cannot be used.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class KubeClient(Connection):
     def apply(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
         """Create an object, or update its fields by server-side apply; return it as stored. QuotaExceededError if full.
 
-        Fields that EDL applied before and now omits are removed; fields set by other managers become EDL's.
+        Fields that EDL applied earlier and now omits are removed. If another manager set a field that EDL applies, EDL
+        becomes the field's manager.
         """
         call = self._call("patch", kind, namespace, obj["metadata"]["name"])
         query = {"fieldManager": "edl-operator", "force": "true"}
@@ -106,9 +108,9 @@ class KubeClient(Connection):
         *,
         subresource: str = "",
     ) -> Object | None:
-        """Change fields by a merge patch (RFC 7386), in which None removes one; return None if there is no such object.
+        """Change fields by a merge patch (RFC 7386), in which None removes a field; return None if there is no object.
 
-        ConflictError if its version is no longer the `metadata.resourceVersion` in the patch.
+        Raises ConflictError if the patch contains a `metadata.resourceVersion` that is no longer the object's version.
         """
         call = self._call("patch", kind, namespace, name, subresource)
         return self._request_named(call, "PATCH", json.dumps(patch).encode(), "application/merge-patch+json")
@@ -124,7 +126,7 @@ class KubeClient(Connection):
     ) -> bool:
         """Delete an object and, later, its dependents; return whether it existed. ConflictError if `uid` differs.
 
-        `grace_period_s` is for pods: seconds between SIGTERM and SIGKILL, None for the pod's own.
+        `grace_period_s` is for pods: the seconds between SIGTERM and SIGKILL; None for the pod's own setting.
         """
         call = self._call("delete", kind, namespace, name)
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
@@ -145,11 +147,11 @@ class KubeClient(Connection):
         timestamps: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[bytes]:
-        """Yield a container's log in chunks, which may end within a line. InvalidObjectError without a started one.
+        """Yield a container's log in chunks, which may end within a line. InvalidObjectError if it has not started.
 
         `follow` continues until the container ends; `since_time` has the format of `format_time`; `timestamps` starts
-        each line with its time. The log ends after `deadline_s`. If the node vanishes, it ends with an error after a
-        minute.
+        each line with its time. The log ends after `deadline_s`. If the node vanishes, the log ends with an error after
+        a minute.
         """
         call = self._call("get", PODS, None, pod, "log")
         flags = {"follow": follow, "timestamps": timestamps}
@@ -172,7 +174,7 @@ class KubeClient(Connection):
         selectors: Mapping[str, str],
         length_s: int,
     ) -> Stream:
-        """Start following changes, for `KubeWatch`: lines of JSON, until the server ends the watch after `length_s`."""
+        """Start streaming changes to `KubeWatch` as lines of JSON, until the server ends the watch after `length_s`."""
         query = {
             **selectors,
             "watch": "true",

@@ -40,10 +40,11 @@ _IMPERSONATION: Final = ("as", "as-uid", "as-groups", "as-user-extra")
 def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float) -> str:
     """Fill in a configuration from a kubeconfig; return the context's namespace, empty if it has none.
 
-    `path` may name several files as KUBECONFIG does, or be empty for `~/.kube/config`; an empty `context` is the
-    current one. A plugin has `plugin_s` seconds to provide credentials if there is no terminal.
+    `path` may list several files, as KUBECONFIG does; an empty `path` means `~/.kube/config`. An empty `context` means
+    the current one. If there is no terminal, a plugin has `plugin_s` seconds to provide credentials.
 
-    SettingsError if it needs an unsupported feature, or its plugin fails; any Exception if the file is malformed.
+    Raises SettingsError if the kubeconfig needs an unsupported feature, or if its plugin fails; a malformed file may
+    raise any Exception.
     """
     from kubernetes import config
     from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigMerger
@@ -90,7 +91,7 @@ def _entry(merged: Any, kind: str, name: Any) -> Mapping[str, Any]:
 
 _AGREEING: Final = 3  # consecutive responses before they count: a single one may be a proxy's
 _NEAR_S: Final = 2.0
-"""Tolerance: smaller differences count as agreement. A `Date` has whole seconds, and a response takes time."""
+"""Tolerance: smaller differences count as agreement. A `Date` header has whole seconds, and a response takes time."""
 _SLOWEST_S: Final = 5.0  # a response that took longer says too little about the time
 _LARGEST_SKEW_S: Final = 86400.0  # with a clock so wrong, certificates and tokens would not be valid
 
@@ -98,8 +99,8 @@ _LARGEST_SKEW_S: Final = 86400.0  # with a clock so wrong, certificates and toke
 class ServerClock:
     """Tells the time by the API server's clock, which timestamps objects, from its `Date` headers. Thread-safe.
 
-    Deadlines that end or delete a job use this time, so three consecutive responses must agree, and be within a day of
-    this machine's clock, before they correct it.
+    Deadlines that end or delete a job use this time. It is therefore corrected only if three consecutive responses
+    agree, and are within a day of this machine's clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -138,7 +139,7 @@ _MOST_BYTES: Final = 256 * 1024**2
 """Largest response: a page of 500 objects of half a megabyte. Anything longer is not from an API server."""
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MOST_CONNECTIONS: Final = 64
-"""Idle connections kept for reuse: as many as an operator has threads. Calls beyond that open and close their own."""
+"""Idle connections kept for reuse: one for each thread of an operator. Further calls open and close their own."""
 _CHUNK: Final = 256 * 1024  # a page of pods is some megabytes
 _CALL_TIMEOUTS: Final = 3
 """A whole call takes at most this many times the timeout: to connect, to start the response, and to finish it."""
@@ -148,7 +149,7 @@ _KEEPALIVE: Final = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-"""A host that vanished is noticed after a minute, also by streams that may legitimately be silent."""
+"""Detects a vanished host after a minute, even in streams that may legitimately be silent."""
 
 
 class _Access(NamedTuple):
@@ -178,7 +179,7 @@ class Connection:
 
     @property
     def namespace(self) -> str:
-        """Namespace of calls that name none."""
+        """Namespace for calls that do not specify one."""
         return self.settings.namespace or self._access.namespace or "default"
 
     def send(
@@ -199,7 +200,7 @@ class Connection:
     ) -> Stream:
         """Start reading a streamed response, which the caller closes.
 
-        `read_timeout_s` is the longest silence; None for no limit while the server's host is reachable. With
+        `read_timeout_s` is the longest silence allowed; None for no limit while the server's host is reachable. With
         `begins_at_once`, the first byte must arrive within the timeout of an ordinary call.
         """
         first_s = self.settings.timeout_s if begins_at_once else read_timeout_s
@@ -372,7 +373,7 @@ def _translated(call: Call, url: str) -> Iterator[None]:
 
 
 def _close_idle(access: _Access) -> None:
-    """Close the idle connections. Clearing the manager would leave them to the garbage collector."""
+    """Close the idle connections. Clearing the manager would leave the connections to the garbage collector."""
     manager = access.api_client.rest_client.pool_manager
     for key in manager.pools.keys():  # noqa: SIM118 - it is not a dict, and refuses to be iterated
         pool = manager.pools.get(key)

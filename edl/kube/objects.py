@@ -18,14 +18,14 @@ _TIME: Final = re.compile(r"([0-9-]{10}T[0-9:]{8})(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-
 
 
 class ObjectList(NamedTuple):
-    """Objects that existed at the same moment, `resource_version`, from which a watch can follow."""
+    """Objects that existed at the same moment; a watch can continue from that moment's `resource_version`."""
 
     items: list[Object]
     resource_version: str
 
 
 def parse_time(text: str) -> float:
-    """Return a time of the API in seconds since 1970; ValueError if `text` is not a time with a zone."""
+    """Return an API time in seconds since 1970; ValueError if `text` is not a time with a time zone."""
     # Python 3.10 parses neither `Z` nor fractions other than three or six digits.
     match = _TIME.fullmatch(text)
     if match is None:

@@ -1,4 +1,4 @@
-"""Kinds of objects, as the API's URLs name them."""
+"""Kinds of objects, with the names that the API's URLs use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 
 class ResourceType(NamedTuple):
-    """A kind of objects. An empty `group` is the core; an empty `version` is the one that the server prefers."""
+    """A kind of objects. An empty `group` is the core group; an empty `version` is what the server prefers."""
 
     group: str
     version: str

@@ -1,4 +1,4 @@
-"""Parses responses of the API server: an object, or an error that says what to do about it."""
+"""Parses responses from the API server: an object, or an error that says what to do about it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Call:
 
 
 def parse_object(call: Call, url: str, body: bytes) -> Object:
-    """Parse a successful response; KubernetesError if it is not a JSON object, so not from an API server."""
+    """Parse a successful response; KubernetesError if it is not a JSON object, and so not from an API server."""
     found = _parse_mapping(body)
     if found is None:
         words = shown(body[:200].decode(errors="replace"))

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 class KubeSettings:
     """Cluster and user of a client.
 
-    If neither file nor context is named, `KUBECONFIG` applies if it is set; else a pod's service account; else
-    `~/.kube/config`.
+    If neither a file nor a context is given, `KUBECONFIG` applies if it is set; otherwise a pod's service account;
+    otherwise `~/.kube/config`.
 
     Attributes:
         kubeconfig: path of a kubeconfig.
-        context: its context; empty for its current one.
-        namespace: default for calls that name none; empty for the context's, or the pod's own.
+        context: context in the kubeconfig; empty for the current one.
+        namespace: default for calls that do not specify a namespace; empty for the namespace of the context or the pod.
         timeout_s: seconds to wait for a connection, and for a response to start or to continue. A call takes at most
             three times as long.
     """

@@ -1,4 +1,4 @@
-"""`KubeWatch`: follows all objects of a kind, by a list and a watch that continues from it.
+"""`KubeWatch`: follows all objects of a kind, with a list request and a watch that continues from the list.
 
 The protocol: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """
@@ -40,11 +40,11 @@ _CLOSE_S: Final = 2.0  # for `close` to wait for a request that cannot be interr
 class KubeWatch:
     """Follows all objects of a kind in a background thread, until it is closed.
 
-    While the API server is unreachable, the last known objects remain, and `stale` says why. When it answers again,
-    they are listed again. A change that was undone in the meantime is not seen.
+    While the API server is unreachable, the last known objects remain, and `stale` says why. When the server answers
+    again, the objects are listed again. A change that was undone in the meantime is not seen.
 
     Args:
-        client: for the requests; it stays open when the watch is closed.
+        client: sends the requests; the client stays open when the watch is closed.
         namespace: empty for the whole cluster; None for the client's own.
         on_change: called in the watch's thread with `ADDED`, `MODIFIED` or `DELETED` and the object; with `LISTED` and
             None if all objects may have changed, and with `STALE` and None if the server is unreachable.

@@ -1,8 +1,8 @@
 """vLLM's completions protocol: the body of `POST /v1/completions`, checked, and the JSON of answers.
 
-A field that asks for something the proxy cannot do is refused by name. A field that matters only for generation
-(penalties, `top_p`, `seed`, ...) is ignored. Position p of `prompt_logprobs` is the prediction OF token p, which is row
-p - 1 of the labels; position 0 is null.
+A request with a field that asks for something the proxy cannot do is refused, and the error names the field. A field
+that matters only for generation (penalties, `top_p`, `seed`, ...) is ignored. Position p of `prompt_logprobs` is the
+prediction OF token p, which is row p - 1 of the labels; position 0 is null.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ERROR_TYPES: Final = {400: "BadRequestError", 401: "Unauthorized", 404: "NotFou
 
 
 class RequestRefusal(Exception):
-    """Raised for a request that gets an error: its status, what to change, and when to retry."""
+    """Raised to refuse a request: contains the HTTP status, what to change, and when to retry."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class CompletionRequest:
 
     @property
     def weight(self) -> int:
-        """Tokens as they count for memory: at least 16 per prompt."""
+        """Number of tokens that count towards the memory limit: at least 16 per prompt."""
         return sum(max(len(ids), _LEAST_WEIGHT) for ids in self.prompts)
 
 
@@ -161,7 +161,7 @@ def _shown(value: object) -> str:
 
 
 def at_temperature(labels: TopK, own: npt.NDArray[Any], temperature: float) -> tuple[TopK, npt.NDArray[Any]]:
-    """Convert log-probabilities at temperature 1 to another temperature, at which their tail is already summed up."""
+    """Convert log-probabilities from temperature 1 to another one, at which `labels.tail_lse` was computed."""
     if temperature == 1:
         return labels, own
     values = np.asarray(labels.values, np.float64) / temperature
@@ -172,15 +172,16 @@ def at_temperature(labels: TopK, own: npt.NDArray[Any], temperature: float) -> t
 def encode_choice(
     index: int, prompt: npt.NDArray[np.int32], labels: TopK, own: npt.NDArray[Any], k: int, with_ids: bool
 ) -> Iterator[bytes]:
-    """Encode an element of `choices` in pieces of some thousand entries: a whole one may take hundreds of megabytes.
+    """Encode an element of `choices` in pieces of some thousand entries: the whole may take hundreds of megabytes.
 
     Args:
         index: Number of the prompt.
-        prompt: Its ids, int32 [tokens].
-        labels: `TopK` of as many rows, by descending value, with at least k entries.
+        prompt: The prompt's ids, int32 [tokens].
+        labels: `TopK` with one row per token; each row has at least k entries, by descending value.
         own: Log-probability of the prompt's next token in each row, float [tokens, 1].
-        k: Number of entries to write per row. If the prompt's own token is not among them, it is added with its rank
-            in `labels` or, if absent from these, with the rank after their last: its true rank is that or later.
+        k: Number of entries to write per row. If the prompt's own token is not among these entries, it is added with
+            its rank in `labels`. If `labels` lacks the token, it gets the rank after the last entry of `labels`; its
+            true rank is that one or a later one.
         with_ids: Whether to repeat the ids.
     """
     yield (
@@ -200,7 +201,7 @@ def encode_choice(
 def _encode_positions(
     tokens: npt.NDArray[np.int32], ids: npt.NDArray[Any], values: npt.NDArray[Any], own: npt.NDArray[Any], k: int
 ) -> bytes:
-    """Encode the predictions of tokens, each after a comma."""
+    """Encode the predictions of tokens, each preceded by a comma."""
     same = ids == tokens[:, None]
     ranks = np.where(same.any(-1), same.argmax(-1), same.shape[1]) + 1
     last = np.maximum(own.astype(np.float64), _LEAST)
@@ -233,7 +234,7 @@ def encode_error(status: int, message: str) -> bytes:
 
 @functools.lru_cache(maxsize=256)  # clients use one or two values of k
 def _template(entries: int, *, added: bool = False) -> str:
-    """Return the form of a position, with a last entry of any rank if `added`."""
+    """Return the format string for a position; if `added`, with a last entry of any rank."""
     ranks = [*map(str, range(1, entries + 1)), *(["%d"] if added else [])]
     parts = [f'"%d":{{"logprob":%.9g,"rank":{rank},"decoded_token":null}}' for rank in ranks]  # 9 digits: all float32
     return ",{" + ",".join(parts) + "}"

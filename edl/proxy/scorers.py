@@ -1,7 +1,8 @@
-"""Scorers of a proxy: one per service, number of entries and temperature that clients request.
+"""Scorers of a proxy: one for each combination of service, number of entries and temperature that clients request.
 
-A `Scorer` asks for one `k` at one temperature. So a request for 8 entries stays small on a proxy that allows 128, and
-suits any teacher with `--top-k 8` or more. Each service has one from the start, which also reports live teachers.
+A `Scorer` requests a fixed `k` at a fixed temperature. A request for 8 entries therefore stays small even on a proxy
+that allows 128, and any teacher with `--top-k 8` or more can answer it. Each service has one scorer from the start,
+which also reports live teachers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ScorerKey(NamedTuple):
 
 
 class ScorerPool:
-    """Opens scorers on demand, and closes the least recently used. Used on a single event loop."""
+    """Opens scorers on demand, and closes the least recently used ones. Used on a single event loop."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self.registry = CollectorRegistry()
@@ -60,7 +61,7 @@ class ScorerPool:
 
     @contextlib.asynccontextmanager
     async def use(self, key: ScorerKey) -> AsyncIterator[Scorer]:
-        """Hold a scorer for the block; raise `RequestRefusal` 503 if all that may be open are in use."""
+        """Hold a scorer for the block; raise `RequestRefusal` 503 if the maximum number is in use."""
         async with self._changing:
             if key not in self._open:
                 if len(self._open) >= _MOST_OPEN + len(self._settings.services):
@@ -112,7 +113,7 @@ class ScorerPool:
 
 
 async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function in a thread, and wait for its end even if cancelled: until then it holds its arguments."""
+    """Call a function in a thread, and wait for its end even if cancelled: the thread holds the arguments."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

@@ -429,7 +429,7 @@ class ProxyServer(AppServer):
         settings: The proxy's address, its teachers and its limits.
 
     Raises:
-        SettingsError: the address cannot be listened on, or a setting cannot be used.
+        SettingsError: the proxy cannot listen on the address, or a setting cannot be used.
     """
 
     def __init__(self, settings: ProxySettings) -> None:

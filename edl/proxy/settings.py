@@ -20,14 +20,14 @@ class ProxySettings:
     """Settings of a proxy.
 
     Attributes:
-        services: Maps the name of a model that clients request to the service of its teachers, or to their `host:port`,
-            separated by commas.
+        services: Maps the name of a model that clients request to the service of the model's teachers, or to the
+            `host:port` of each teacher, separated by commas.
         discovery: URL of the registry; None for the default.
         host: Name or address to listen on.
         port: Port to listen on; 0 for a free one.
         top_k: Largest number of entries per position that a request may ask for.
-        max_tokens: Largest number of tokens held at a time, being asked of teachers or sent to clients; the excess
-            queues. None for as many as fit in 256 MiB of labels: 131,072 at `top_k=128`.
+        max_tokens: Largest number of tokens held at a time, while their labels are requested from teachers or sent to
+            clients; further requests queue. None for the number whose labels fit in 256 MiB: 131,072 at `top_k=128`.
         timeout_s: Seconds to wait for an answer, queueing included.
         teacher_timeout_s: Seconds that a request waits while no teacher is live.
         version: Version of the model; empty for any.

@@ -1,7 +1,8 @@
 """Helpers to test programs that use EDL: real teachers on this machine, well-behaved or faulty.
 
-`LocalTeacher` is a real `edl serve` process that you can kill, pause and drain. `edl.testing.models` has models for it
-that need no training, take a configurable time, show which row an answer belongs to, and can misbehave.
+`LocalTeacher` is a real `edl serve` process that you can kill, pause and drain. `edl.testing.models` contains models
+for `LocalTeacher`, which need no training, take a configurable time, show which row an answer belongs to, and can
+misbehave.
 """
 
 from __future__ import annotations

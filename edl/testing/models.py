@@ -1,11 +1,11 @@
 """Models for tests: `edl serve --factory edl.testing.models:NAME --option KEY=VALUE`.
 
-Like a device, they take time per batch, controlled by these options:
+Like a device, these models take time for each batch. The following options control this time:
 
 - `delay_s`: seconds for a batch of any size; `row_s`: additional seconds for each row;
 - `straggle`: the share of batches that take `straggle_factor` times as long, drawn with `seed`.
 
-They sleep during that time, so many teachers fit on one machine. `version` is the version for label caches.
+The models sleep during that time, so many teachers fit on one machine. `version` is the version for label caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PRIME = 2039  # the largest below 2048: every remainder is exact in float16 as 
 
 
 class Model:
-    """A function over arrays that takes a given time, its own included; see the module for the options.
+    """A function over arrays that takes a given time, including its own computing time; see the module for the options.
 
     `inputs` and `outputs` are tensors as text, such as `"x:float32[4]"`. `sequence_input` is the input that is 0 at the
     start of a sequence; None if rows are independent.
@@ -123,11 +123,11 @@ def fingerprint(
 
 
 def fingerprint_of(rows: Array, classes: int = 10) -> Array:
-    """Return what `fingerprint` answers: whole numbers below 2039, made from all bytes of a row.
+    """Return what `fingerprint` answers: whole numbers below 2039, computed from all bytes of a row.
 
-    Two rows that differ agree in all classes with a chance of about 2039 to the power of -min(classes, 5), and the
-    numbers are exact in FP32 and FP16: a label of a different input is noticed. `rows` is [rows, ...] of any numeric
-    dtype, the answer FP32 [rows, classes].
+    Two different rows agree in all classes with a probability of about 2039 to the power of -min(classes, 5), and the
+    numbers are exact in FP32 and FP16. A label that belongs to a different input is therefore noticed. `rows` is [rows,
+    ...] of any numeric dtype; the answer is FP32 [rows, classes].
     """
     data = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
     if data.shape[1] % 8 == 0:
@@ -137,7 +137,7 @@ def fingerprint_of(rows: Array, classes: int = 10) -> Array:
 
 
 def _factors(seed: int, count: int) -> Array:
-    """Odd, so that every bit counts. Sums of products wrap around at 2**64, as unsigned integers of numpy do."""
+    """Return odd numbers, so that every bit counts. Sums of products wrap around at 2**64, as in numpy's uint64."""
     drawn: Array = np.random.default_rng(seed).integers(1 << 63, size=count, dtype=np.uint64)
     return drawn * np.uint64(2) + np.uint64(1)
 
@@ -150,9 +150,9 @@ def _mixed(sums: Array, count: int) -> Array:
 def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) -> Model:
     """`ids` INT32 and `position` INT32 [rows] to `name` FP32 [rows, vocabulary] = `prefix_scores_of` of each sequence.
 
-    As in a language model, a row's answer depends on all tokens of its sequence up to it, so a split or shifted
-    sequence is noticed. The model declares that its rows belong to sequences (`sequence_input`), so batches must have
-    whole sequences.
+    As in a language model, a row's answer depends on all tokens of its sequence up to this row, so a split or shifted
+    sequence is noticed. The model declares that its rows belong to sequences (`sequence_input`), so batches must
+    contain whole sequences.
     """
 
     def answer(inputs: Arrays) -> Arrays:
@@ -216,7 +216,8 @@ def _faulty(
 ) -> Model:
     """Return a model that echoes, and misbehaves when all of these conditions hold.
 
-    They are: once per `every` batches, while the file `while_exists` exists, and if a row begins with a number `above`.
+    The conditions are: the batch is the last of `every` batches; the file `while_exists`, if given, exists; and the
+        first number of at least one row is greater than `above`.
     """
     batches = 0
 

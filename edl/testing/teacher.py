@@ -24,27 +24,27 @@ from edl.errors import ClosedError, EDLError
 _POLL_S = 0.01
 """Interval between checks for a file or a process state: a start takes a second or more."""
 _STOP_S = 10.0
-"""How long the kernel may take to stop a process: milliseconds, unless it waits for a disk."""
+"""How long the kernel may take to stop a process: milliseconds, unless the process waits for a disk."""
 
 
 class LocalTeacher:
     """An `edl serve` process on a free port of this machine, which is ready when the constructor returns.
 
-    It ends at `close`, at the end of the `with` block, when the object is garbage-collected, and when this process
-    ends, even by SIGKILL.
+    The teacher's process ends at `close`, at the end of the `with` block, when the object is garbage-collected, or when
+    this process ends, even if SIGKILL ends it.
 
     Args:
-        target: name of a model in `edl.testing.models`; or the model as `edl serve --factory` takes it,
+        target: name of a model in `edl.testing.models`; or a model in the format of `edl serve --factory`:
             `package.module:name` or `path/file.py:name`. Empty if `serve` names the model.
         name: the model's name in requests.
         service, discovery: the service's name, and the store to register in. Without a service, it does not register.
         port: TCP port, 0 for a free one.
-        max_batch, max_queue: in rows; None for the server's defaults.
-        serve: more flags of `edl serve`, without the dashes: `{"threads": 1, "max-delay": "2ms"}`; a bool
-            turns a flag on or off, a list repeats it, a mapping repeats it with `key=value`.
-        env: more environment variables. This process's are inherited, except those for TLS and tokens.
-        wait: False to return at once; call `wait_ready` later. This starts several teachers faster.
-        timeout_s: seconds that it may take to become ready.
+        max_batch, max_queue: limits in rows; None for the server's defaults.
+        serve: additional flags for `edl serve`, without the dashes: `{"threads": 1, "max-delay": "2ms"}`; a bool turns
+            a flag on or off, a list repeats it, a mapping repeats it with `key=value`.
+        env: additional environment variables. This process's variables are inherited, except those for TLS and tokens.
+        wait: False to return at once; call `wait_ready` later. This makes it faster to start several teachers.
+        timeout_s: seconds that the teacher may take to become ready.
         options: arguments of the factory.
 
     Raises:
@@ -166,14 +166,14 @@ class LocalTeacher:
         self._process.wait()
 
     def terminate(self) -> None:
-        """Send SIGTERM: it leaves discovery, finishes accepted requests, and exits. Returns at once; see `wait`."""
+        """Send SIGTERM and return: the teacher leaves discovery, finishes accepted requests, and exits. See `wait`."""
         self._process.terminate()
 
     def pause(self) -> None:
-        """Send SIGSTOP, and wait until it has stopped. It keeps its connections and its lease, but does nothing.
+        """Send SIGSTOP, and wait until the process stops. It keeps its connections and its lease, but does nothing.
 
         Raises:
-            TimeoutError: it has not stopped after 10 s.
+            TimeoutError: the process has not stopped after 10 s.
         """
         self._process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_S
@@ -191,13 +191,13 @@ class LocalTeacher:
         """Wait until the process has ended.
 
         Args:
-            timeout_s: how many seconds that may take.
+            timeout_s: how many seconds the wait may take.
 
         Returns:
-            Its exit code, negative for a signal.
+            The process's exit code, negative for a signal.
 
         Raises:
-            TimeoutError: it is still running after `timeout_s`.
+            TimeoutError: the process is still running after `timeout_s`.
         """
         try:
             return self._process.wait(timeout_s)
@@ -228,7 +228,7 @@ class LocalTeacher:
 
 
 def _without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
-    """Leave out a student's credentials: with its CA, the teacher would look for a certificate."""
+    """Remove a student's credentials: if the teacher had the student's CA, it would look for a certificate."""
     return {key: value for key, value in environ.items() if not key.startswith(("EDL_TLS_", "EDL_TOKEN"))}
 
 
@@ -237,7 +237,7 @@ def _as_json(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _arguments(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as the command line has them. With `=`, so that a value may begin with a dash."""
+    """Return flags as command-line arguments. They have the form with `=`, so that a value may begin with a dash."""
     arguments: list[str] = []
     for name, value in flags.items():
         if isinstance(value, bool):
@@ -252,7 +252,7 @@ def _arguments(flags: Mapping[str, Any]) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes], log: IO[bytes], ready_file: Path, owner: int) -> None:
-    """SIGKILL ends a paused process as well. A forked child of the owner must leave it alone."""
+    """End the process. SIGKILL also ends a paused process. A forked child of the owner must not end the process."""
     if os.getpid() != owner:
         return
     process.kill()

@@ -1,8 +1,9 @@
 """`edl demo`: train students while teachers come and go, on scikit-learn's handwritten digits.
 
-`models` contains the plan (the amount of everything), the images, the teacher and the students. `story` runs the demo:
+`models` contains the plan (the demo's settings), the images, the teacher and the students. `story` runs the demo:
 teachers are ordinary `edl serve` processes, students train from a `DistillReader` while a timeline is recorded, and
-every label is checked. Like a user's program, it uses only public names; EDL does not depend on it.
+every label is checked. Like a user's program, the demo uses only public names; the rest of EDL does not depend on the
+demo.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The demo's plan, images, teacher and students, and the check of the delivered samples.
 
-The images are handwritten digits: 1,797 real ones of 8x8 pixels, included in scikit-learn, and distortions of them.
+The images are handwritten digits: 1,797 real images of 8x8 pixels, which scikit-learn includes, and distorted copies of
+    these.
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 """
 
@@ -28,11 +29,13 @@ class DemoPlan:
 
     Attributes:
         out: folder for the picture, the figures and the teachers' logs.
-        seeds: students of each kind; every seed has its own images, distortions and initial weights.
-        rows: images in a step, and in a request to a teacher.
-        labelled: images that a seed's students learn from.
-        pause_ms: added time per batch of a teacher, so that the small network takes as long as a large one.
-        kill_at, join_at, drain_at: fractions of the epoch at which a teacher is killed, started, drained.
+        seeds: number of students of each kind; every seed has its own images, distortions and initial weights.
+        rows: number of images in a step, and also in a request to a teacher.
+        labelled: number of images that a seed's students learn from.
+        pause_ms: milliseconds added to a teacher's time per batch, so that the small network takes as long as a large
+            one.
+        kill_at, join_at, drain_at: fractions of the epoch at which a teacher is killed, started and drained,
+            respectively.
         temperature: temperature of the distributions that the distilled students learn.
     """
 
@@ -52,12 +55,12 @@ class DemoPlan:
 
     @property
     def batches(self) -> int:
-        """Batches of the epoch, from each seed in turn."""
+        """Number of batches in the epoch, which come from each seed in turn."""
         return self.seeds * self.steps
 
     @property
     def total_rows(self) -> int:
-        """Samples of the epoch."""
+        """Number of samples in the epoch."""
         return self.batches * self.rows
 
     def seed_of(self, batch: int) -> int:
@@ -66,7 +69,7 @@ class DemoPlan:
 
 
 _HELD_OUT = 600
-"""Digits held out for the accuracy, a third of 1,797: half a percent between students is three digits."""
+"""Digits held out to measure accuracy, a third of 1,797: a difference of half a percent is three digits."""
 
 Batch = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 """Images float32 [rows, 1, 8, 8], labels int64 [rows], and each sample's number in the epoch int64 [rows]."""
@@ -164,7 +167,7 @@ def teacher(pause_ms: float = 0.0) -> nn.Module:
 
 
 def student() -> nn.Module:
-    """Return a network of 4,810 parameters, 1/31 of the teacher's."""
+    """Return a network with 4,810 parameters, 1/31 of the teacher's number."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -216,7 +219,7 @@ class ModelPair:
         self._schedule = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, 2e-2, total_steps=steps)
 
     def step(self, images: Tensor, labels: Tensor, logits: Tensor) -> tuple[float, float]:
-        """Take an optimizer step for both; return their losses."""
+        """Take an optimizer step for both students; return their losses."""
         hard = F.cross_entropy(self.alone(images), labels)
         soft = kl_divergence(self.distilled(images), logits, temperature=self._temperature)
         self._optimizer.zero_grad()
@@ -242,11 +245,12 @@ class Findings:
 
     Attributes:
         checked: samples delivered.
-        lost, repeated: samples that never arrived, or arrived more than once.
+        lost, repeated: samples that never arrived, and samples that arrived more than once.
         changed: samples whose image or label differs from the source's.
-        mislabelled: samples for which the teacher's network, run here, gives different logits.
+        mislabelled: samples whose logits differ from those that the teacher's network gives when it runs in this
+            process.
         out_of_order: samples that arrived after a later sample.
-        largest_difference: largest difference between logits delivered and computed here.
+        largest_difference: largest difference between the delivered logits and those computed in this process.
     """
 
     checked: int
@@ -265,7 +269,7 @@ class Findings:
 
 @torch.no_grad()
 def check(plan: DemoPlan, delivered: Sequence[Delivered], digits: Digits, teacher: nn.Module) -> Findings:
-    """Compare the batches in order with the source, run again, and with the teacher's network, run in this process."""
+    """Compare the batches, in order, with a new run of the source and with the teacher's network in this process."""
     images, labels, numbers, logits = (np.concatenate(column) for column in zip(*delivered, strict=True))
     times = np.bincount(numbers, minlength=plan.total_rows)
     own_images, own_labels, _ = (np.concatenate(column) for column in zip(*batches(digits, plan), strict=True))

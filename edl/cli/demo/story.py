@@ -48,9 +48,9 @@ from edl.testing import LocalTeacher
 
 _SERVICE: Final = "digits"
 _START_S: Final = 120.0
-"""Timeout for a teacher to be ready: several import torch at once, on few cores."""
+"""Time allowed for a teacher to become ready: several teachers import torch at once, on few cores."""
 _STOP_S: Final = 10.0
-"""Timeout for a teacher to drain: it has some ten milliseconds of work left."""
+"""Time allowed for a teacher to drain: it has only some ten milliseconds of work left."""
 _BIN_S: Final = 0.5
 
 _Kind = Literal["kill", "join", "drain"]
@@ -66,7 +66,7 @@ _EVENTS: Final = {
 # --- Printing ---
 
 _Bar: TypeAlias = Callable[[int, str], None]
-"""Shows the amount done of a step, and a text."""
+"""Shows how much of a step is done, and a text."""
 
 
 class Screen:
@@ -112,7 +112,7 @@ class Screen:
 
 
 class _Fleet:
-    """The teachers, by name. A context manager, which stops those still running and keeps their logs."""
+    """The teachers, by name. A context manager that stops the teachers still running, and keeps their logs."""
 
     def __init__(self, plan: DemoPlan, checkpoint: Path, discovery: str) -> None:
         self._plan = plan
@@ -240,7 +240,7 @@ class _Epoch:
 def _train_students(
     plan: DemoPlan, digits: Digits, discovery: str, fleet: _Fleet, screen: Screen
 ) -> tuple[list[ModelPair], list[Delivered], _Epoch]:
-    """Train every seed's two students on an epoch of `DistillReader`. Only this part is a typical student program."""
+    """Train every seed's two students on an epoch from `DistillReader`. Only this part is a typical student program."""
     pairs = [ModelPair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
     delivered: list[Delivered] = []
     options = Options(credentials=Credentials())  # the demo's teachers need none, whatever the environment says
@@ -314,9 +314,9 @@ def _draw_picture(epoch: _Epoch, path: Path, what: str) -> None:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The demo's figures. Accuracies are shares of the held-out images; students' accuracies are by seed.
+    """The demo's figures. Accuracies are shares of the held-out images; the students' accuracies are listed by seed.
 
-    The exit code of a killed or drained teacher is None if it was still running long after.
+    The exit code of a killed or drained teacher is None if the teacher was still running long afterwards.
     """
 
     plan: DemoPlan

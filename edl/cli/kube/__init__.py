@@ -1,3 +1,3 @@
-"""Commands for jobs and pools on Kubernetes: custom resources, on which the operator (`edl.master.kube`) acts."""
+"""Commands for jobs and pools on Kubernetes, custom resources that the operator (`edl.master.kube`) handles."""
 
 __all__: list[str] = []

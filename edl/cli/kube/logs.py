@@ -1,8 +1,8 @@
 """`edl logs`: show the logs of a job's or pool's members on Kubernetes, of all members or of one.
 
 `LogFollower` lists the job's pods every second and reads each pod with a `PodLog` in a thread, so a member's log
-continues in a replacement pod. The API server closes connections, and nodes disappear: `LineCutter` joins all
-connections to a pod into one log, without gaps or repetitions. `PhaseObserver` follows the job's phase.
+continues in a replacement pod. The API server closes connections, and nodes disappear, so `LineCutter` joins the output
+of all connections to a pod into one log, without gaps or repetitions. `PhaseObserver` follows the job's phase.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from edl.master.kube.members.pods import MemberPod, read_member_pods
 FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
 """Phases after which there is no further output; a rejected resource remains rejected until its spec changes."""
 _TAKEN_UP_S: Final = 15.0
-"""After this long, probably no operator is running: it handles a new resource within a second."""
+"""After this long, probably no operator is running: an operator handles a new resource within a second."""
 _REFUSALS: Final = ("ObjectRefused", "AccessDenied")
 """Reasons in the condition Accepted for refusals by the API server. QuotaExceeded is not one, since other jobs will
 end. A job that is Pending with an unusable spec continues with its previous spec."""
 _REFUSED_S: Final = 120.0
-"""How long a refusal may last before it counts: admission or a Role may still be being set up."""
+"""How long a refusal may last before it counts: admission control or a Role may not be set up yet."""
 _OVERLAP_S: Final = 1
-"""Overlap of two connections: lines of a container's two streams may be stored out of time order."""
+"""Seconds by which two connections overlap: lines from a container's two streams may be stored out of time order."""
 _MAX_LINE: Final = 1024 * 1024
-"""Maximum length of a line in bytes. A longer one, which may never end, is shown in parts."""
+"""Maximum length of a line in bytes. A longer line, which may never end, is shown in parts."""
 _HIDDEN: Final = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CONNECTION_S: Final = 30.0
-"""Length of a connection: if a node disappears, its log stays open without output, so the pod must be checked again."""
+"""Duration of a connection: the log from a node that disappeared stays open and silent, so the pod is checked again."""
 _SHORT_S: Final = 1.0
-"""A shorter connection without a new line is to a container that waits for a restart: its last log comes at once."""
+"""If a connection is shorter and brings no new line, its container waits for a restart: the old log comes at once."""
 _LOOK_S: Final = 1.0
 """Poll interval for new pods."""
 _MAX_WAITING: Final = 10_000
-"""Maximum number of lines waiting to be written: a slow terminal blocks the readers, so memory does not grow."""
+"""Maximum number of lines waiting to be written: then a slow terminal blocks the readers, to limit memory."""
 _DRAIN_S: Final = 5.0
-"""Time for the last lines after the job has ended: its pods have written everything, only connections are slow."""
+"""Time for the last lines after the job has ended: its pods have written everything; only connections may be slow."""
 _COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95)
 """ANSI colours for members, in turn, without black and white, which are used for text."""
 
@@ -67,7 +67,7 @@ Note: TypeAlias = Callable[[str], None]
 
 
 class PhaseObserver:
-    """Returns a resource's phase, and passes changes of interest to the user to `note`."""
+    """Returns a resource's phase, and passes changes that interest the user to `note`."""
 
     def __init__(self, target: Target, note: Note, clock: Callable[[], float] = time.monotonic) -> None:
         self._target = target
@@ -102,7 +102,7 @@ class PhaseObserver:
         return phase
 
     def check_pool(self, pool: Target, found: Object | None) -> None:
-        """Note that a pool is refused, or that its teachers do not start: the resource may wait for them forever."""
+        """Report a refused pool, or teachers that do not start: the resource may wait for these teachers forever."""
         item = decode_workload(pool.kind, found) if found is not None else None
         accepted, ready = (item.condition(kind) if item is not None else None for kind in ("Accepted", "Ready"))
         trouble = accepted if accepted is not None and accepted.status == "False" else ready
@@ -137,8 +137,9 @@ class PhaseObserver:
 class LineCutter:
     """Splits a log into lines, each prefixed by its time (the API's `timestamps` option).
 
-    After `restart` the log may start again at `since`, and lines already yielded are skipped. Times do not identify
-    lines, since a container's output and errors are stamped independently, so the last lines are remembered.
+    After `restart`, the log may start again at `since`; lines that were already yielded are skipped. A time does not
+    identify a line, because a container's output and errors are timestamped independently. The last lines are therefore
+    remembered.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class LineCutter:
         self._known = Counter(line for _, line in self._recent)
 
     def cut(self, piece: bytes) -> Iterator[bytes]:
-        """Yield complete lines without their time and line end."""
+        """Yield complete lines without their times and line ends."""
         self._rest += piece
         *whole, self._rest = self._rest.split(b"\n")
         for line in whole:
@@ -220,7 +221,7 @@ Write: TypeAlias = Callable[[str, bytes], None]
 
 
 class PodLog:
-    """Reads the log of a pod; calls `write` and `note` in the thread that reads."""
+    """Reads the log of a pod; calls `write` and `note` in the reading thread."""
 
     def __init__(self, client: KubeClient, pod: MemberPod, tail_lines: int | None, write: Write, note: Note) -> None:
         self._client = client
@@ -305,8 +306,8 @@ class PodLog:
 class LogFollower:
     """Follows the logs of a job or pool: of all members, or only of `member`.
 
-    `write` and `note` are called in the caller's thread. Without `write`, it reads no log and only waits for the end.
-    `pools` are those that the job needs: `note` is told if their teachers do not start.
+    `write` and `note` are called in the caller's thread. Without `write`, the follower reads no log, and only waits for
+    the end. `pools` are the pools that the job needs; `note` is called if their teachers do not start.
     """
 
     def __init__(
@@ -397,7 +398,7 @@ class LogFollower:
         self._readers[pod.uid] = reader, start_call(f"edl-log-{pod.key}", reader.follow)
 
     def _raise_readers_errors(self) -> None:
-        """Raise an error that ended a reader: it retries temporary errors, so this one is permanent."""
+        """Raise the error that ended a reader, if any: readers retry temporary errors, so this error is permanent."""
         for _, future in self._readers.values():
             if future.done():
                 future.result()
@@ -440,7 +441,7 @@ examples:
 
 
 class LogScreen:
-    """Writes lines to standard output, after their member's name if `prefix`, and notes to standard error."""
+    """Writes lines to standard output, preceded by the member's name if `prefix`, and notes to standard error."""
 
     def __init__(self, *, prefix: bool) -> None:
         self._prefix = prefix

@@ -33,9 +33,9 @@ V = TypeVar("V")
 SCRIPT_FOLDER: Final = "/edl/script"
 """Folder of the script in pods."""
 MAX_SCRIPT_BYTES: Final = 700_000
-"""A ConfigMap is at most 1 MiB, including names and JSON escapes; a binary file grows by 4/3."""
+"""A ConfigMap has at most 1 MiB, including names and JSON escapes; a binary file takes 4/3 of its size."""
 MAX_NAME: Final = 52
-"""Maximum length of a job's name: the same as of a CronJob's, so that a CronJob can create jobs."""
+"""Maximum length of a job's name: the same as for a CronJob's name, so that a CronJob can create jobs."""
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DIGEST_CHARS: Final = 10
@@ -49,7 +49,7 @@ _INT: Final = r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)"  # 
 _FLOAT: Final = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 _PREFIXES: Final = {"0b": 2, "0o": 8, "0x": 16}
 _PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
-"""Strings that every YAML parser reads as strings without quotes; kubectl reads 1e-3 and y as number and boolean."""
+"""Strings that every YAML parser reads as strings without quotes; kubectl reads 1e-3 as a number and y as a boolean."""
 
 
 # --- Values of options ---
@@ -185,16 +185,16 @@ class LocalScript:
     content: bytes
 
     def config_map_name(self, job: str) -> str:
-        """Return the name of its ConfigMap, which depends on the content.
+        """Return the name of the script's ConfigMap, which depends on the content.
 
-        A kubelet caches an immutable ConfigMap by name while any pod on its node uses it. If a job were recreated under
-        the same name while the old one's pods are ending, it would otherwise run the old script.
+        A kubelet caches an immutable ConfigMap by name while any pod on its node uses it. If the name did not depend on
+        the content, a job recreated under the same name while the old job's pods are ending would run the old script.
         """
         digest = hashlib.sha256(self.name.encode() + b"\0" + self.content).hexdigest()
         return f"{job}-script-{digest[:_DIGEST_CHARS]}"
 
     def config_map(self, job: str) -> dict[str, object]:
-        """Return its ConfigMap, without a namespace. It is immutable, so no pod or worker can change a job's script."""
+        """Return the ConfigMap, without a namespace. It is immutable, so no pod or worker can change a job's script."""
         try:
             data = {"data": {self.name: self.content.decode()}}
         except UnicodeDecodeError:
@@ -297,7 +297,7 @@ def _pool(options: Namespace, demand: RequestedPool) -> Object:
 def _template(
     options: Namespace, image: str, gpus: int, environment: Mapping[str, str], *, resources: bool = True
 ) -> Object:
-    """Return a PodTemplateSpec: the user's, with the options applied."""
+    """Return a PodTemplateSpec: the user's template with the options applied."""
     template: Object = copy.deepcopy(options.template)
     pod = _child(template, "spec", {})
     containers: list[Object] = _child(pod, "containers", [])
@@ -336,7 +336,7 @@ def _set_environment(container: Object, environment: Mapping[str, str]) -> None:
 
 
 def _literal(texts: Iterable[str]) -> list[str]:
-    """Escape texts: in containers, Kubernetes expands $(NAME) and replaces $$ by $."""
+    """Escape texts: in containers, Kubernetes expands $(NAME) and replaces $$ with $."""
     return [text.replace("$", "$$") for text in texts]
 
 
@@ -365,7 +365,7 @@ def manifest_type(manifest: Mapping[str, Any]) -> ResourceType:
 
 
 def read_manifests(path: str) -> list[Object]:
-    """Read the jobs, pools and ConfigMaps of a file, or of standard input ("-")."""
+    """Read the jobs, pools and ConfigMaps from a file, or from standard input ("-")."""
     found: list[Any] = []
     for item in _load_all(path):
         is_list = isinstance(item, dict) and item.get("kind") == "List" and isinstance(item.get("items"), list)
@@ -462,9 +462,9 @@ _ELSEWHERE: Final = {
     "requests": "resources.requests",
     **dict.fromkeys(("environment", "enviroment"), "env"),
 }
-"""Lower-case names that are not fields of a container, and the field meant."""
+"""Lower-case names that are not fields of a container -> the field that the user probably meant."""
 _NEAR: Final = 0.8
-"""In a pod, an unknown field is a slip only if it is this similar to a known one: newer servers have more fields."""
+"""A pod's unknown field counts as misspelled only if it is this similar to a known field: newer servers have more."""
 
 
 def find_slips(manifest: Mapping[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
 from edl.master.kube.resources import parse_elastic_job, parse_teacher_pool
 
 _EXIT_TIMEOUT: Final = 124
-"""Exit code, the same as of coreutils' `timeout`."""
+"""Exit code after a timeout, the same as that of coreutils' `timeout`."""
 
 _DESCRIPTION = """\
 Creates an ElasticJob for EDL's operator: elastic workers, each with `edl run SCRIPT ARGS...` in a pod. A SCRIPT on
@@ -190,7 +190,7 @@ def _make_name(stem: str) -> str:
 
 
 def _refuse_beside_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse options that would be ignored."""
+    """Refuse options that would be ignored because of `-f`."""
     allowed = ("file", "dry_run", "wait", "follow", "timeout", "namespace", "context", "kubeconfig")
     for name, value in vars(options).items():
         if name not in allowed and value != parser.get_default(name):

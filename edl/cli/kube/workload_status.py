@@ -1,8 +1,8 @@
 """Output about jobs and pools in a cluster: tables for `edl jobs`, and one job or pool in full for `edl status`.
 
-`edl status` joins a job's state in Kubernetes with its agents' reports in a store. Only a store that the user named is
-opened: the author of a job chooses its store, and could otherwise steal the token or a file of anyone who looks at the
-job. `edl.dashboard.state.cluster` reads the resources.
+`edl status` joins a job's state in Kubernetes with its agents' reports in a store. Only a store that the user specified
+is opened: the author of a job chooses the job's store, and could otherwise steal the token or a file from anyone who
+looks at the job. `edl.dashboard.state.cluster` reads the resources.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from edl.settings import DiscoverySettings
 LAST_EVENTS: Final = 10
 """Maximum number of events that `edl status` shows."""
 _EVERY_S: Final = 2.0
-"""Refresh interval of `--watch`, with three requests each."""
+"""Refresh interval of `--watch`; each refresh sends three requests."""
 _WIDTH: Final = 160
-"""Characters of a line if the output is not a terminal."""
+"""Characters per line if the output is not a terminal."""
 _STORE_S: Final = 3.0
 """Timeout of a job's store, which may be reachable only from pods."""
 _MAX_MESSAGE: Final = 100
@@ -133,7 +133,7 @@ def _why(item: KubernetesWorkload) -> str:
 
 @dataclass(frozen=True)
 class WorkloadEvent:
-    """An event that the operator recorded: its last time (wall clock), and how often it occurred."""
+    """An event that the operator recorded: the wall-clock time of the last occurrence, and their number."""
 
     time: float | None
     type: str
@@ -159,7 +159,7 @@ def decode_events(found: Sequence[Mapping[str, Any]]) -> tuple[WorkloadEvent, ..
 def workload_view(
     item: KubernetesWorkload, events: Sequence[WorkloadEvent], now_s: float, logs: str = ""
 ) -> RenderableType:
-    """Return what `edl status` shows for a job or pool; `logs` is a hint at the command for the members' logs."""
+    """Return what `edl status` shows for a job or pool; `logs` suggests a command that shows the members' logs."""
     parts: list[RenderableType] = [_headline(item, now_s)]
     failed = item.condition("Failed")
     if item.message and item.phase != "Failed":
@@ -284,7 +284,7 @@ def read_workload(client: KubeClient, target: Target, store_url: str = "") -> Wo
 
 
 def _read_store(url: str, named: str, job: str) -> tuple[JobStatus | None, str]:
-    """Read a job's store. It may be unreachable from here, which is not an error of the job."""
+    """Read a job's store. The store may be unreachable from here, which is not an error in the job."""
     place = f"its agents report to {shown_url(url)}"
     if url not in (named, DiscoverySettings.of().url):
         message = "refusing a store you did not name; pass --store"

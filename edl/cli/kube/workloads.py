@@ -40,7 +40,7 @@ _WAIT_S: Final = 120.0
 _LOOK_S: Final = 2.0
 """Refresh interval of `--watch`: the operator changes a status about as often."""
 _WIDTH: Final = 200
-"""Characters of a line if the output is not a terminal, so that no row is wrapped."""
+"""Characters per line if the output is not a terminal, so that no row is wrapped."""
 _KINDS: Final = {
     **dict.fromkeys(("job", "jobs", "ej", "elasticjob", "elasticjobs", "elasticjobs.edl.io"), "job"),
     **dict.fromkeys(("pool", "pools", "tp", "teacherpool", "teacherpools", "teacherpools.edl.io"), "pool"),
@@ -64,7 +64,7 @@ def add_kubeconfig_options(add: Callable[..., object]) -> None:
 
 @contextlib.contextmanager
 def open_cluster(options: argparse.Namespace, timeout_s: float = _TIMEOUT_S) -> Iterator[KubeClient]:
-    """Open the cluster that the options name; SettingsError if none, InvalidObjectError if it lacks EDL's resources."""
+    """Open the selected cluster; SettingsError if there is none, InvalidObjectError if it lacks EDL's resources."""
     if options.namespace == "":
         raise SettingsError("--namespace '': expected a name; commands with -A can show all namespaces")
     settings = KubeSettings(options.kubeconfig, options.context, options.namespace or "", timeout_s)
@@ -95,7 +95,7 @@ class Target:
 
     @property
     def uid(self) -> str:
-        """Its uid, which differs from that of a later resource with the same name."""
+        """The resource's uid, which differs from the uid of a later resource with the same name."""
         return str(self.resource.get("metadata", {}).get("uid") or "")
 
 
@@ -112,7 +112,7 @@ def parse_target(text: str) -> tuple[str | None, str]:
 
 
 def find_target(client: KubeClient, text: str) -> Target:
-    """Find a job or pool in the client's namespace; SettingsError if there is none, or both with this name."""
+    """Find a job or pool in the client's namespace; SettingsError if there is none, or one of each with this name."""
     kind, name = parse_target(text)
     kinds = (kind,) if kind is not None else tuple(_TYPES)
     resources = {each: client.get(_TYPES[each], name) for each in kinds}
@@ -306,7 +306,7 @@ def delete(argv: Sequence[str]) -> int:
 
 
 def _delete(client: KubeClient, target: Target) -> None:
-    """Delete exactly the resource that was found, not a new one of the same name."""
+    """Delete exactly the resource that was found, not a newer resource with the same name."""
     try:
         client.delete(target.type, target.name, uid=target.uid)
     except ConflictError as exc:

@@ -1,7 +1,7 @@
 """A node's part of a job: keeps the node's record, follows the job's, and runs this node's workers accordingly.
 
-A single thread acts. The others only put what they learn (a record changed, a worker ended, a signal arrived) into its
-queue. `context` holds an agent's resources, and `reconciler` acts once the node has joined.
+A single thread acts. The other threads only put what they learn (a record changed, a worker ended, a signal arrived)
+into that thread's queue. `context` holds an agent's resources, and `reconciler` acts once the node has joined.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Agent:
         self._lost_peers: set[str] = set()
 
     def run(self) -> int:
-        """Take part in the job until the end. Call this from the main thread, with which the workers die.
+        """Take part in the job until it ends. Call this from the main thread; the workers die if that thread ends.
 
         Returns the exit code: an `ExitCode`, or 128 plus the signal's number if a signal asked this node to leave.
 
         Raises:
             SettingsError: The checkpoint storage cannot be used, or the job's other nodes run a different script.
             DiscoveryError: The store cannot be reached when this node starts.
-            EDLError: The process that forks workers died during its imports, or took too long.
+            EDLError: The process that forks workers died during its imports, or its imports took too long.
         """
         with self._signals, ExitStack() as stack:
             context = AgentContext(self._spec, self._store, self._signals, self._events, stack)
@@ -165,7 +165,7 @@ def _join_job(context: AgentContext) -> int | None:
 
 
 def _check_job_state(context: AgentContext) -> int | None:
-    """Return an exit code if the job has ended. A failed job is started again once its nodes left (a lease or two)."""
+    """Return an exit code if the job has ended. Restarts a failed job once its nodes have left (a lease or two)."""
     spec = context.spec
     deadline = time.monotonic() + 4 * spec.ttl_s
     while True:
@@ -198,7 +198,7 @@ def _check_job_state(context: AgentContext) -> int | None:
 
 
 def _store_leftover_state(context: AgentContext) -> None:
-    """Store the last state of a job that has ended, if an agent on this host could not."""
+    """Store the last state of a job that has ended, if an agent on this host could not store it."""
     host = context.host
     if host.unstored and host.holds_state and host.run == JobRun(context.store, context.spec.job)():
         logger.info("node %s could not store the last state: storing it now", host.previous_owner)
@@ -206,7 +206,7 @@ def _store_leftover_state(context: AgentContext) -> None:
 
 
 def _is_excluded(context: AgentContext) -> bool:
-    """Return whether a GPU of this host failed earlier in this job, and the host was not readmitted since."""
+    """Return whether a GPU of this host failed earlier in this job and the host has not been readmitted since."""
     exclusions = Exclusions(context.store, context.spec.job, host_key())
     exclusion = exclusions.own_exclusion()
     if exclusion is None:
@@ -231,7 +231,7 @@ def _note_fault(context: AgentContext, reason: str) -> None:
 
 
 def _agree_on_script(context: AgentContext) -> None:
-    """Record the script's name, or compare it with the other nodes'; without live nodes, replace it."""
+    """Compare the script's name with the recorded one. Record it if there is none, or if no node is alive."""
     job = context.spec.job
     key = prefix(job) + "script"
     own = Path(context.spec.program.target).name
@@ -260,7 +260,7 @@ def _logged_if_slow(line: str) -> Iterator[None]:
 
 
 def _check_node(context: AgentContext, settings: NodeCheckSettings) -> int | None:
-    """Test this node together with others that wait. Returns the exit code if this node is faulty."""
+    """Test this node together with other waiting nodes. Returns the exit code if this node is faulty."""
     spec = context.spec
     settings = replace(settings, raise_if_stopping=context.signals.raise_if_stopping)
     quiet_s = max(1.0, spec.rendezvous.last_call_s)
@@ -280,7 +280,7 @@ def _check_node(context: AgentContext, settings: NodeCheckSettings) -> int | Non
 
 
 def _reserve_memory(context: AgentContext) -> None:
-    """Preallocate slots as large as other nodes' for this node's workers, so that the others need not wait for it."""
+    """Preallocate slots as large as other nodes' slots, so that the other nodes need not wait for this node."""
     nbytes = max((node.slot_nbytes for node in context.membership.read_records().nodes.values()), default=0)
     if nbytes:
         for rank in range(context.spec.workers):
@@ -288,7 +288,7 @@ def _reserve_memory(context: AgentContext) -> None:
 
 
 def _adopt_state(context: AgentContext) -> None:
-    """Use the state in memory that an agent of this job left here; remove it if it is another run's or training's."""
+    """Use the state that an agent of this job left in memory; remove it if it is from another run or training."""
     host = context.host
     run = JobRun(context.store, context.spec.job)()
     command = context.spec.command

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobRun:
-    """Names the job's run in its checkpoints, for as long as the Store has the records that count its generations."""
+    """Returns the run's name for checkpoints; it stays while the Store has the records that count generations."""
 
     def __init__(self, store: Store, job: str) -> None:
         self._store = store
@@ -127,7 +127,7 @@ def note_unstored_state(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownSt
 
 
 def release_host_folder(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
-    """Release the folder. Its state stays for a later start if this node left last, or could not store it."""
+    """Release the folder. Its state stays for a later start if this node left last or could not store the state."""
     if shutdown.exit_code == ExitCode.NOT_STORED:
         host.unstored = True
         host.close(keep=spec.resumable)
@@ -204,10 +204,10 @@ class AgentContext:
 
 
 def _may_complete_checkpoint(membership: Membership, signals: StopSignals) -> bool:
-    """Return whether a state of this node still counts: the others have not continued without it. For any thread.
+    """Return whether this node's state still counts: others have not gone on without this node. For any thread.
 
     Raises:
-        DiscoveryError: The store does not answer, so it is unknown.
+        DiscoveryError: The store does not answer, so whether the state counts is unknown.
     """
     try:
         world = membership.read_world()

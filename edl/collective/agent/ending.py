@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExitCode(IntEnum):
-    """Exit codes. A node that left because of a signal exits with 128 plus its number, such as 143 for SIGTERM."""
+    """Exit codes. If a signal made a node leave, it exits with 128 plus the signal's number, as 143 for SIGTERM."""
 
     DONE = 0
     FAILED = 1  # the script raised, or exited with a code other than 0
@@ -45,7 +45,7 @@ class AskedToLeaveError(Exception):
 class StopSignals:
     """Counts the signals that arrive between `__enter__` and `__exit__`, in the main thread, and calls `wake` for each.
 
-    Slurm repeats SIGTERM, so with `slurm` only SIGINT, which a person sends through `srun`, makes the node hurry.
+    Slurm repeats SIGTERM. So with `slurm`, only SIGINT, which a person sends through `srun`, makes the node hurry.
     """
 
     def __init__(self, wake: Callable[[], None], *, slurm: bool = False) -> None:
@@ -60,7 +60,7 @@ class StopSignals:
 
     @property
     def urgent(self) -> bool:
-        """Whether this node was asked a second time and must leave at once."""
+        """Whether this node was asked a second time to leave and must do so at once."""
         return any(not self.slurm or number == signal.SIGINT for number in self._numbers[1:])
 
     @property
@@ -114,14 +114,14 @@ class TerminationMessage:
     message: str = ""  # text for a person: as much of the traceback as there is room for
 
     def encode(self) -> bytes:
-        """Return the message as a UTF-8 JSON object of at most 4,096 bytes, cutting a long text."""
+        """Return the message as a UTF-8 JSON object of at most 4,096 bytes. A long text is shortened."""
         values = asdict(self) | {"node": self.node[:_NAME_CHARS], "message": ""}
         room = _MAX_BYTES - len(_to_json(values))
         return _to_json(values | {"message": cut_middle(self.message, room)})
 
 
 def write_termination_message(path: str, message: TerminationMessage) -> None:
-    """Write why this agent ended to a file, in place, since in a container it is a mount. A failure is only logged."""
+    """Write why this agent ended to a file, in place, because containers mount the file. A failure is only logged."""
     if not path:
         return
     data = message.encode()
@@ -139,7 +139,7 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
 
 
 def cut_middle(text: str, max_bytes: int) -> str:
-    """Return a text whose JSON has at most `max_bytes` bytes: of a long one the start, and the end with the error."""
+    """Return a text whose JSON has at most `max_bytes` bytes. A long text keeps its start, and its end (the error)."""
     if _count_bytes(text) <= max_bytes:
         return text
     start = _keep_start(text, max_bytes // 4)

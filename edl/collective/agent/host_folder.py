@@ -1,7 +1,8 @@
 """The folder in memory that an agent keeps for its workers: status pages, slots of state, logs.
 
-It outlives the agent. Another agent of the same job on the same host takes over a dead agent's folder, the one with the
-newest state if there are several. The folders' locks show that the dead agents and their workers are gone.
+It outlives the agent. Another agent of the same job on the same host takes over a dead agent's folder. If there are
+several such folders, it takes the one with the newest state. The folders' locks show that the dead agents and their
+workers are gone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LOCK_POLL_S = 0.01  # agents that start together take turns
 
 
 def _text_file(name: str, doc: str) -> Any:
-    """Return a property of a folder that is kept in a file; "" without the file."""
+    """Return a property of a folder whose value is kept in a file; "" if there is no file."""
 
     def replace_text(folder: HostFolder, text: str) -> None:
         """Replace the file in one step: another agent may read it at any moment, even if this agent is killed here."""
@@ -42,7 +43,8 @@ def _text_file(name: str, doc: str) -> Any:
 class HostFolder:
     """A folder that belongs to this process until `close`, in memory if the host has `/dev/shm`.
 
-    `previous_owner` is the node that owned it before, or empty. `dead` are nodes whose agents have died on this host.
+    `previous_owner` is the node that owned the folder before, or empty. `dead` are the nodes whose agents have died on
+    this host.
     """
 
     run: str = _text_file("run", "The run of the job that left the state here.")
@@ -96,7 +98,7 @@ class HostFolder:
             os.utime(self.path / "node")
 
     def forget_slots(self) -> None:
-        """Remove the states in memory, so that no one continues from them."""
+        """Remove the states in memory, so that no worker continues from them."""
         for path in (*self.path.glob("slots-*"), *self.replicas.glob("*")):
             path.unlink(missing_ok=True)  # threads that store and replicate may rename files at the same time
 
@@ -108,16 +110,17 @@ class HostFolder:
         return self.path / f"stacks-{local_rank}"
 
     def make_output_folder(self) -> Path:
-        """Return an empty folder for what the workers write, unless the user named another one."""
+        """Return an empty folder for what the workers write, used unless the user named another folder."""
         folder = self.path / "output"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
 
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
-        """Release the folder. `keep` leaves its state to the next agent of this job, if it may be this node's (`used`).
+        """Release the folder. `keep` leaves the state to the job's next agent, as this node's state if `used`.
 
-        If the job has `ended`, what dead agents left on this host is removed, except for states that were not stored.
+        If the job has `ended`, everything that dead agents left on this host is removed, except for states that were
+        not stored.
         """
         with _locked_folder(self.path.parent):
             if ended:
@@ -216,7 +219,7 @@ def _make(job: Path) -> tuple[Path, int]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder whose lock this process holds, renamed first: another agent may make one of the same name."""
+    """Rename, then remove a folder whose lock this process holds: another agent may reuse the folder's name."""
     gone = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         folder.rename(gone)
@@ -236,7 +239,7 @@ def _locked(file: int) -> bool:
 
 
 def _is(path: Path, file: int) -> bool:
-    """Return whether the open `file` is still the one at `path`. An agent that had the lock may have removed it."""
+    """Return whether the open `file` is still at `path`. An agent that held the lock may have removed the file."""
     try:
         return path.samefile(f"/proc/self/fd/{file}")
     except OSError:
@@ -244,7 +247,7 @@ def _is(path: Path, file: int) -> bool:
 
 
 def _remove_abandoned(root: Path, kept: str) -> None:
-    """Remove what agents that died over an hour ago left, except for the job `kept`, which begins here."""
+    """Remove the folders of agents that died over an hour ago, except those of the job `kept`, which begins here."""
     for job in root.iterdir():
         if job.name == kept:
             continue

@@ -1,7 +1,7 @@
 """The specification of a node's agent, and where the ranks of a generation meet.
 
-Paddle's trainers meet at a store that the first of them opens, at `PADDLE_MASTER`, and each trainer has its own address
-by which parts of Paddle identify it. So a node reserves consecutive ports; `Node.port` is the first.
+Paddle's trainers meet at a store that the first trainer opens at `PADDLE_MASTER`. Each trainer also has its own
+address, by which parts of Paddle identify the trainer. So a node reserves consecutive ports; `Node.port` is the first.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LaunchSpec:
 
 
 def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
-    """Open a meeting place for the ranks of a single generation, where no earlier generation's addresses are found."""
+    """Open a meeting place for the ranks of a single generation, without addresses from earlier generations."""
     if spec.framework == "paddle":
         return ReservedPorts(spec.workers + 1)
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -1,8 +1,8 @@
-"""A node's records in the Store: its own under a lease, the job's by compare-and-set, and the excluded hosts.
+"""Records that a node uses in the Store: its own (with a lease), the job's (by compare-and-set), excluded hosts.
 
-A host whose GPU failed is excluded, under the keys `jobs/JOB/left-out/HOST`. It is identified by the boot id of its
-kernel and the GPUs visible to this process: containers get new names at every start, and a reboot, which resets the
-GPUs, makes it a new host.
+A host whose GPU failed is excluded, under the keys `jobs/JOB/left-out/HOST`. A host is identified by the boot id of its
+kernel and the GPUs visible to this process. Names are not used because containers get new names at every start. A
+reboot, which resets the GPUs, makes the host count as a new one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def host_key() -> str:
 
 
 class Exclusions:
-    """The hosts that a job excludes, as seen by one host. All methods ask the Store, which may not answer."""
+    """The hosts that a job excludes, from one host's point of view. All methods ask the Store, which may not answer."""
 
     def __init__(self, store: Store, job: str, host: str) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class Exclusions:
         return None if entry is None else Exclusion.decode(entry.value)
 
     def find_same_elsewhere(self, exclusion: Exclusion) -> Exclusion | None:
-        """Find another host with an unclear fault at this step or later: an error of the script moves between hosts."""
+        """Find another host with an unclear fault at this step or later: a script's error shows up on several hosts."""
         for entry in self._store.list(self._folder):
             other = Exclusion.decode(entry.value)
             if entry.key != self._key and not other.clear and exclusion.step <= other.step:
@@ -114,7 +114,7 @@ class Membership:
 
     @property
     def without_lease_s(self) -> float:
-        """For how many seconds the others may have considered this node dead: 0 while it has a lease."""
+        """For how many seconds other nodes may have considered this node dead: 0 while this node has a lease."""
         self._record_lease()
         return self._clock() - self._leased_at if self._joined else 0.0
 
@@ -123,16 +123,16 @@ class Membership:
         self._write()
 
     def update_node(self, **changes: Any) -> None:
-        """Change this node's record. If the store does not accept it now, the next `read_records` writes it."""
+        """Change this node's record. If the store does not accept the change now, the next `read_records` writes it."""
         self.node = replace(self.node, **changes)
         if self._joined:
             self._write()
 
     def read_records(self) -> JobRecords:
-        """Read all records. A node that lost its lease gets a new one here, under its old name.
+        """Read all records. A node that lost its lease gets a new lease here, under its old name.
 
-        While the store is down, all leases expire, and some node is the first to return. For a while it treats the
-        members that it knew as late rather than gone, as it does if a store answers but accepts no renewals.
+        While the store is down, all leases expire. The first node to return treats the members that it knew as late
+        rather than gone for a while. A node does the same if a store answers but does not renew leases.
 
         Raises:
             DiscoveryError: The store does not answer, or lost the job's record a moment ago.
@@ -161,7 +161,7 @@ class Membership:
         return JobRecords(world, entry.version if entry is not None else None, nodes, late, asked_at)
 
     def _checked_world(self, entry: Entry | None) -> World:
-        """Return the job's record. A lost one is believed only after a while."""
+        """Return the job's record. A missing record counts as lost only after a while."""
         if entry is not None:
             self._last = World.decode(entry.value)
             self._lost_since = None
@@ -180,10 +180,10 @@ class Membership:
         return World() if entry is None else World.decode(entry.value)
 
     def propose_world(self, world: World, version: int | None) -> bool:
-        """Replace the job's record, unless another agent has changed it since `version`. Returns whether it was.
+        """Replace the job's record, unless another agent changed it since `version`. Returns whether it was replaced.
 
         Raises:
-            DiscoveryError: The store does not answer, and may or may not have written it.
+            DiscoveryError: The store does not answer, and may or may not have written the record.
         """
         return self._store.compare_and_set(self._world_key, world.encode(), version) is not None
 

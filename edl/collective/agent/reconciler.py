@@ -1,7 +1,7 @@
 """Acts on changes of the job's records: starts, stops and pauses this node's workers, and updates its own record.
 
-`rendezvous.next_world` decides what the job's record should become, and `health.failures.decide_recovery` what follows
-from workers that ended.
+`rendezvous.next_world` decides what the job's record should become, and `health.failures.decide_recovery` decides what
+to do about workers that ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Departure:
-    """Why a node leaves, and what its user should do. `restart` says why the others begin a new generation."""
+    """Why a node leaves, and what its user should do. `restart` is why the other nodes begin a new generation."""
 
     exit_code: ExitCode
     reason: str
@@ -74,7 +74,7 @@ class NodeReconciler:
 
     @property
     def pause_unpublished(self) -> bool:
-        """Whether the workers have paused and the other nodes do not know it yet."""
+        """Whether the workers have paused and this node has not published that yet."""
         return (
             self.pausing and self._membership.node.paused != self._worker_group.generation and self._worker_group.paused
         )
@@ -89,7 +89,7 @@ class NodeReconciler:
         return TimeCategory.IDLE if self._waits_for_place else TimeCategory.RENDEZVOUS
 
     def reconcile(self, records: JobRecords) -> int | None:
-        """Act on the records until this node changes nothing more. Returns the exit code if its part is over."""
+        """Act on the records until this node has nothing left to change. Returns the exit code if its part is over."""
         if self._store_away.record(False, time.monotonic()):
             logger.info("the store answers again")
         while True:
@@ -144,7 +144,7 @@ class NodeReconciler:
         self._waits_for_place = waits
 
     def handle_store_outage(self, exc: DiscoveryError) -> int | None:
-        """Let workers run without the store until others may take over. Returns the exit code if this node must go."""
+        """Let workers run without the store until other nodes may take over. Returns the exit code if it must leave."""
         if self._store_away.record(True, time.monotonic()):
             logger.warning("the store does not answer (%s): continuing without it for a while", exc)
         cut_s = self._membership.without_lease_s
@@ -223,7 +223,7 @@ class NodeReconciler:
             self._next_master = open_master_endpoint(self._spec)
 
     def _handle_absence(self, records: JobRecords) -> int | None:
-        """Stop the workers of a node that is not a member now. Returns the exit code if it will not return."""
+        """Stop the workers of a node that is not a member now. Returns the exit code if the node will not return."""
         stopping = self._signals.stopping
         if self._worker_group.running and stopping and not self._worker_group.terminate_workers(self._signals.number):
             return None
@@ -273,13 +273,13 @@ class NodeReconciler:
         return None
 
     def _end_shortage(self, now: float) -> None:
-        """Stop waiting for more nodes, since enough are here or the job runs. The next shortage starts a new wait."""
+        """Stop waiting for more nodes: enough are present or the job runs. The next shortage starts a new wait."""
         self._too_few.record(False, now)
         self._told_nodes.record(-1, now)
 
     @property
     def _kept_state(self) -> str:
-        """Where the state is that this node saved before it left, as text."""
+        """Return, as text, where the state is that this node saved before it left."""
         if not self._context.shutdown.is_last_node:
             return "the others have every step so far"
         if self._spec.checkpoint:
@@ -305,7 +305,7 @@ class NodeReconciler:
         )
 
     def _propose_next_world(self, records: JobRecords) -> bool:
-        """Propose what the job's record should become. Returns whether the records must be processed once more."""
+        """Propose what the job's record should become. Returns whether the records must be processed again."""
         world = records.world
         if self._departure is not None:
             return self._propose_world_without_this_node(records, self._departure)
@@ -333,7 +333,7 @@ class NodeReconciler:
         return True
 
     def _propose_world_without_this_node(self, records: JobRecords, departure: Departure) -> bool:
-        """Let the others continue without this node, once they have what only its memory had."""
+        """Let the other nodes continue without this node, once they have the state that only its memory had."""
         if self._position(records.world) is None or not self._context.replicas.hand_over_state():
             return False
         if not self._membership.node.leaving:
@@ -343,7 +343,7 @@ class NodeReconciler:
         return self._write_world(next_world(records.world, nodes, observation, self._spec.rendezvous), records)
 
     def _write_world(self, proposal: World | None, records: JobRecords) -> bool:
-        """Write the job's record. Returns whether it changed; if another node was first, wakes the agent."""
+        """Write the job's record. Returns whether the record changed. If another node wrote first, wakes the agent."""
         if proposal is None or proposal == records.world:
             return False
         if not self._membership.propose_world(proposal, records.version):
@@ -365,7 +365,7 @@ class NodeReconciler:
         self._context.status.record_event(kind, text, world.generation)
 
     def _prepare_departure(self, decision: RecoveryDecision | None) -> RecoveryDecision | None:
-        """Stop the workers if failures mean that this node must leave. Returns what else follows from them."""
+        """Stop the workers if failures mean that this node must leave. Returns what else the failures lead to."""
         if decision is None or not (decision.leave_out or decision.needs_memory):
             return decision
         if decision.leave_out:
@@ -396,7 +396,7 @@ class NodeReconciler:
         )
 
     def _exclude_host(self, decision: RecoveryDecision) -> RecoveryDecision:
-        """Exclude this host because of its GPU. Returns another decision if another host had the same fault before.
+        """Exclude this host because of its GPU. Returns a different decision if another host had the same fault before.
 
         Raises:
             DiscoveryError: The store does not answer, and nothing has changed.
@@ -415,7 +415,7 @@ class NodeReconciler:
         return decision
 
     def _depart(self, world: World, departure: Departure, *, member: bool) -> int | None:
-        """Leave a job that continues without this node, after the others got what only this node's memory has."""
+        """Leave a job that continues without this node, once others have the state that only this node's memory had."""
         if member or (world.state is JobState.FORMING and not self._context.replicas.hand_over_state()):
             return None
         self._context.status.record_event("leave", departure.reason, world.generation)
@@ -426,7 +426,7 @@ class NodeReconciler:
         return code
 
     def _missed_generation(self, world: World) -> str:
-        """Return why this node's workers stopped for the rest of this generation, whose ranks have met; else ""."""
+        """Return why this node's workers were stopped until the next generation, if they were; otherwise ""."""
         same = world.state is JobState.RUNNING and world.generation == self._worker_group.generation
         over = self._worker_group.running or self._membership.node.finished == world.generation
         stopped = same and world.position(self._context.id) is not None and not over

@@ -1,14 +1,14 @@
 """Decides which nodes train together: a plain state machine over the Store's records (`edl.collective.job_records`).
 
 All agents see the same records and may compute the next world from them (`next_world`). Compare-and-set lets only one
-of them write it. So no leader can be lost, and there is never a second world at the same time.
+of them write it. So there is no leader that could be lost, and never a second world at the same time.
 
     forming ──enough nodes──> running ──every member finished──> done
        ^                       │  │
        └──too few are left─────┘  └──the user's code failed──> failed
 
-Every change of members and every restart begins a new generation. To lose no step when members join or leave, all of
-them first pause after the same step (`World.pause_at`). Nothing here waits, reads a clock or does I/O.
+Every change of members and every restart begins a new generation. So that no step is lost when members join or leave,
+all members first pause after the same step (`World.pause_at`). Nothing here waits, reads a clock or does I/O.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LocalObservation:
 
 
 class ChangeTimer(Generic[T]):
-    """Measures how long a value has been the same. All calls must pass seconds of the same clock."""
+    """Measures how long a value has been the same. All calls must pass seconds from the same clock."""
 
     def __init__(self, value: T, now_s: float) -> None:
         self.value = value
@@ -69,7 +69,7 @@ class ChangeTimer(Generic[T]):
 
 
 def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
-    """Return whether joining nodes wait for a busy member: not while one leaves, as hosts are preempted in seconds."""
+    """Return whether joins wait for a busy member; not while a member leaves, as hosts are preempted in seconds."""
     members = [nodes[member.id] for member in world.nodes if member.id in nodes]
     return any(node.busy == world.generation for node in members) and not any(node.leaving for node in members)
 
@@ -77,7 +77,7 @@ def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
 def next_world(
     world: World, nodes: Mapping[str, Node], observation: LocalObservation, settings: RendezvousSettings
 ) -> World | None:
-    """Return what the record of the job should become, or None if it is right as it is."""
+    """Return what the record of the job should become, or None if it should not change."""
     if world.ended:
         return None
     if world.state is JobState.FORMING:
@@ -150,7 +150,8 @@ def _changed(
 def _next_generation(world: World, nodes: Mapping[str, Node], settings: RendezvousSettings, why: str) -> World | None:
     """Return the next generation, made of the members that stay and of waiting nodes.
 
-    None while its first node still publishes the port of the current store, which holds addresses of lost workers.
+    Returns None while the first node of that generation still publishes the port of the current store, which holds
+    addresses of lost workers.
     """
     stay = [member.id for member in world.nodes if member.id in nodes and not nodes[member.id].leaving]
     wait = sorted(name for name, node in nodes.items() if name not in stay and not node.leaving)
@@ -167,7 +168,7 @@ def _next_generation(world: World, nodes: Mapping[str, Node], settings: Rendezvo
 
 
 def assign_ranks(before: list[str], present: Iterable[str]) -> list[str]:
-    """Return the nodes of the next world by rank, so that as many as possible keep theirs; the others fill the gaps."""
+    """Return the nodes of the next world by rank. As many as possible keep their ranks; the others fill the gaps."""
     present = list(present)
     places: list[str | None] = [None] * len(present)
     rest = []

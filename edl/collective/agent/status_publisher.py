@@ -1,9 +1,10 @@
-"""Counts how an agent spends its time, and publishes it in the Store for `edl status`, `edl report` and the dashboard.
+"""Records how an agent spends its time, and publishes that in the Store for `edl status`, `edl report` and dashboard.
 
-If a node has several workers, the one that trained least counts, since the others wait for it. Time in TRAIN is charged
-to steps that finish. A step that had been finished before its worker was replaced, and is now repeated, counts as
-ROLLBACK. If the agent returns to the rendezvous in the middle of a step, as much time as a step usually takes was work
-that is lost (ROLLBACK); the rest was waiting for a rank that hung or was gone (IDLE).
+If a node has several workers, the worker that trained least counts, since the others wait for that worker. Time in
+TRAIN is charged to steps that finish. If a step was finished before its worker was replaced, and is then repeated, the
+repetition counts as ROLLBACK. If the agent returns to the rendezvous in the middle of a step, the time since the step
+began is split: up to the usual duration of a step counts as lost work (ROLLBACK), and the rest as waiting for a rank
+that hung or was gone (IDLE).
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Ledger:
         self._open_us = 0
 
     def _mark_progress(self) -> None:
-        """Store the node's progress: thinned out for the picture, closely for the rates."""
+        """Store the node's progress: at wide intervals for the chart, at short intervals for the rates."""
         if not self._statuses:
             return
         step = min(status.step for status in self._statuses)
@@ -222,7 +223,7 @@ class StatusPublisher:
         self._worker_group = worker_group
 
     def charge_time(self, doing: TimeCategory, replicated_us: int = 0) -> None:
-        """Charge the time until now to `doing`. `replicated_us` dates the newest state that has a replica; or is 0."""
+        """Charge the time until now to `doing`. `replicated_us` is the time of the newest replicated state, or 0."""
         assert self._worker_group is not None, "follow_workers is called first"
         self._replicated_us = replicated_us
         now = time.monotonic()
@@ -244,7 +245,7 @@ class StatusPublisher:
         self._loop.wake()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what is left, with the workers' last status, for at most `timeout_s` seconds."""
+        """Write everything not yet written, with the workers' last status, for at most `timeout_s` seconds."""
         if self._worker_group is not None:
             self._observe_workers(self._worker_group, time.monotonic())
             self._hand_over(self._ledger.record(ended=True, replicated_us=self._replicated_us))
@@ -256,7 +257,7 @@ class StatusPublisher:
         self._ledger.observe(now, self._doing, worker_group.read_statuses(), self._finished_before)
 
     def _query_new_generation(self, generation: int, now: float) -> None:
-        """When this node enters a generation but missed the one before, ask which steps were finished before it."""
+        """If this node missed the generation before `generation`, ask which steps were finished before `generation`."""
         before = self._generation
         self._generation = generation
         if generation in (before, before + 1):

@@ -1,8 +1,8 @@
 """This node's workers through the generations: started, kept or replaced, watched, and stopped.
 
-An agent tells its workers when to pause through their status pages, and gives them a heartbeat, which says that this
-node may continue the job. An agent that was stopped for a while may have lost its place without knowing it, and its
-threads resume in any order. So after that, the heartbeat resumes only once the records have been read.
+Through their status pages, an agent tells its workers when to pause and gives them a heartbeat, which says that this
+node may continue the job. An agent that was stopped for a while may have lost its place in the job without knowing it,
+and its threads resume in any order. So after a stop, the heartbeat resumes only once the agent has read the records.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PATIENCE_STEPS: Final = 6  # usual steps until all workers have paused; two nor
 
 
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
-    """Return a step that no worker finishes before it is told; None unless all report steps in this generation."""
+    """Return a step late enough to tell all workers of it first; None unless all report steps in this generation."""
     if any(status.step < 0 or status.generation != generation for status in statuses):
         return None
     step_s = _usual_step_s(statuses)
@@ -52,7 +52,7 @@ def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | Non
 
 
 def pause_needs_s(statuses: Collection[WorkerStatus]) -> float:
-    """Return how many seconds the steps until a pause may take if steps are long; 0 if no step was measured."""
+    """Return the seconds that the steps before a pause may take if steps are long; 0 if no step was measured."""
     step_s = _usual_step_s(statuses)
     return _PATIENCE_STEPS * step_s if step_s is not None else 0.0
 
@@ -66,10 +66,11 @@ _INTERVAL_S: Final = 0.2  # between two beats: several fit into a lease, so a la
 
 
 class Heartbeat:
-    """Beats until `close`, while it is allowed to, even while the agent waits for the store.
+    """Beats until `close`, as long as `allow_beats` permits, even while the agent waits for the store.
 
-    `beat` gets the time to record, so a process that was stopped in a turn sends an old one. After `stopped_s` seconds
-    without a turn of its thread, this process counts as having been stopped, and `wake` has the records read.
+    `beat` is called with the time to record, so a process that was stopped during a turn records an old time. If the
+    heartbeat's thread takes no turn for `stopped_s` seconds, this process counts as having been stopped, and `wake`
+    makes the agent read the records.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ def worker_environment(spec: LaunchSpec, world: World, member: Member, local_ran
 
 
 def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bool = False) -> dict[str, str]:
-    """Return what `paddle.distributed.launch` sets for a trainer, with a GPU each if `gpu`, otherwise with gloo."""
+    """Return the variables that `paddle.distributed.launch` sets for a trainer: with one GPU if `gpu`, else gloo."""
     rank = member.first_rank + local_rank
     endpoints = [
         f"{node.addr}:{node.port + 1 + place}" for node in world.nodes for place in range(node.local_world_size)
@@ -169,7 +170,7 @@ def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bo
 
 
 def _threads(world: World, member: Member) -> dict[str, str]:
-    """Divide a host's cores among workers of its nodes: OpenMP spins, so twice the threads took ten times as long."""
+    """Divide a host's cores among its nodes' workers. OpenMP busy-waits: twice the threads took ten times as long."""
     here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
     if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
         return {}
@@ -206,9 +207,9 @@ _STOPPED_S: Final = 1.0  # how long a worker may be stopped: a debugger stops a 
 class WorkerGroup:
     """The workers of a node. Used from the agent's thread only.
 
-    Another thread calls `report` with every `WorkerExit` and `ZygoteLost`, for `handle_event`; with None if the job's
-    records must be read before `heartbeat` may be allowed again. `generation` is that of the workers that run here or
-    ran last.
+    Another thread calls `report` with every `WorkerExit` and `ZygoteLost`, to be passed to `handle_event`, and with
+    None if the job's records must be read before `heartbeat` may be allowed again. `generation` is the generation of
+    the workers that run here, or of the last ones that ran.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class WorkerGroup:
         self.heartbeat = Heartbeat(spec.ttl_s / 2, self._record_heartbeat, host.touch, lambda: report(None))
 
     def warm_up(self) -> str:
-        """Get ready to fork, and return what could not be imported ahead of time, as text."""
+        """Get ready to fork, and return, as text, what could not be imported ahead of time."""
         self._pool.warm_up(raise_if_stopping=self._raise_if_stopping)
         return self._pool.import_failures
 
@@ -279,7 +280,7 @@ class WorkerGroup:
         self._clear_generation()
 
     def terminate_workers(self, number: int) -> bool:
-        """Pass a signal on to the workers on the first call. Returns whether they have ended, or their time is over."""
+        """Pass a signal on to the workers on the first call. Returns whether they have ended or their time is up."""
         now = time.monotonic()
         if self._terminated_at is None:
             self._terminated_at = now
@@ -308,7 +309,7 @@ class WorkerGroup:
 
     @property
     def last_step(self) -> int:
-        """The last step that any worker finished; -1 if they report none."""
+        """The last step that any worker finished; -1 if no worker reported a step."""
         return max(status.step for status in self.read_statuses())
 
     def dump_stacks(self) -> str:
@@ -385,7 +386,7 @@ class WorkerGroup:
         return found
 
     def _find_unbegun(self, running: dict[int, int], statuses: list[WorkerStatus]) -> None:
-        """Record a fork that never begins, because another thread of its parent held a lock that it waits for."""
+        """Record a fork that never begins, because it waits for a lock that another thread of its parent held."""
         limit_s = self._spec.hang.begin_s
         if self._spec.program.kind == "program" or time.monotonic() - self._began_at < limit_s:
             return

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SaveSchedule:
-    """Counts steps to the next save. All ranks of a world must agree on the next step, or they save different steps."""
+    """Counts steps to the next save. All ranks of a world must agree on that step, or they save different steps."""
 
     overhead: float | None = None  # largest fraction of the time that saving may cost
     interval_s: float | None = None  # seconds between two saves
@@ -90,13 +90,14 @@ _UNATTENDED_S: Final = 1.0  # about the lease after which other nodes consider t
 class Checkpointer:
     """Save a `State` while it changes, and restore it after a restart.
 
-    Every rank calls `save` after every step. When a save is due, it copies the state into shared memory, which takes
-    only as long as the copy. Storage is written from there, by the node's agent or by a thread of this process, and
-    never makes training wait. Under `edl run`, `save` also tells the agent of each step, and pauses when the agent
-    asks for it.
+    Every rank calls `save` after every step. When a save is due, `save` copies the state into shared memory, and takes
+    only as long as that copy. Storage is written from there, by the node's agent or by a thread of this process, and
+    never makes training wait. Under `edl run`, `save` also tells the agent of each step, and pauses when the agent asks
+    for it.
 
-    As a context manager, it also saves the last step if the block ends without an error, because that is the finished
-    model. It does not if the block ends by `sys.exit`, which a signal handler may call in the middle of a step.
+    As a context manager, the `Checkpointer` also saves the state after the last step if the block ends without an
+    error, because that state contains the finished model. It does not save that step if the block ends by `sys.exit`,
+    which a signal handler may call in the middle of a step.
 
     Pass at most one of `overhead`, `interval_s` and `interval_steps`.
 
@@ -108,12 +109,12 @@ class Checkpointer:
         storage: Folder or fsspec URL for stored checkpoints. Default: `EDL_CHECKPOINT`. If there is no agent to store
             them, a `with` block that ends without an error raises `TemporaryError` if its last state cannot be stored.
         storage_interval_s: Seconds between two stored states. Default: `EDL_CHECKPOINT_INTERVAL_S`, or else 300.
-        keep: Number of checkpoints to keep on storage, if this process writes them itself.
+        keep: Number of checkpoints to keep in storage, if this process writes them itself.
         overlap: Removed; True raises `SettingsError`.
-        agent_s: Seconds to wait for an agent that gives no sign of life, before `save` raises `TemporaryError`.
+        agent_s: Seconds to wait for a silent agent before `save` raises `TemporaryError`.
         slots: Shared memory to save to. Default: the slots that `EDL_SLOTS` names, or else private ones.
         board: Page on which to report to the agent. Default: the page that `EDL_BOARD` names, or else none.
-        group: Process group whose ranks hold the state together. Default: torch's default group, if there is one.
+        group: Process group whose ranks together hold the state. Default: torch's default group, if there is one.
 
     Raises:
         SettingsError: The settings contradict each other.
@@ -180,11 +181,11 @@ class Checkpointer:
     def restore(self, *, evaluate: bool = True) -> int:
         """Restore the newest state, from the memory of any rank or else from storage. Collective.
 
-        If the state was saved by another number of ranks, this then calls the functions that were registered with
+        If a different number of ranks saved the state, this then calls the functions that were registered with
         `State.register_adjust_function`.
 
         Args:
-            evaluate: Whether to then repeat the evaluation that was in progress when the state was saved, see
+            evaluate: Whether to then repeat the evaluation that was in progress when the state was saved; see
                 `evaluate`.
 
         Returns:
@@ -227,7 +228,7 @@ class Checkpointer:
         return step
 
     def _warn_if_lost(self, reached: int) -> None:
-        """Warn that training begins again if earlier workers finished step `reached` on any node. Collective."""
+        """Warn that training starts over if earlier workers on any node had finished step `reached`. Collective."""
         if self.generation == 0:
             return
         if world_of(self._group) > 1:
@@ -255,7 +256,8 @@ class Checkpointer:
             Whether the state was saved.
 
         Raises:
-            SettingsError: The step is below the last one, so a restart would take the older state for the newer one.
+            SettingsError: The step is below the last saved step, so a restart would mistake the older state for the
+                newer one.
         """
         self._check_open()
         if step < self._step:
@@ -289,8 +291,9 @@ class Checkpointer:
     def busy(self, what: str, limit_s: float) -> AbstractContextManager[None]:
         """Return a context for work that takes longer than a step, in which no step is expected.
 
-        Without it, a worker that reports no step for `edl run --hang-after` seconds and shows no activity is considered
-        hanging. Ranks that wait for this rank are not, whether or not they use this context themselves.
+        Without this context, a worker that reports no step for `edl run --hang-after` seconds and shows no activity is
+        considered to hang. Ranks that wait for this rank are not considered to hang, whether or not they use this
+        context themselves.
 
         Args:
             what: The work, in a word or two.
@@ -310,9 +313,9 @@ class Checkpointer:
         """Evaluate the state after the last finished step, unless the result is already known. Every rank calls this.
 
         First, the state is saved in memory together with the fact that this evaluation is in progress; afterwards, its
-        result is saved too. So after a restart in between, `restore` repeats the evaluation for the same state. A
-        recorded result is never computed again. Put anything that the result should change into the evaluator's
-        `on_result`.
+        result is saved too. So if a restart happens in between, `restore` repeats the evaluation for the same state. A
+        recorded result is never computed again. If a result should change anything else, make that change in the
+        evaluator's `on_result`.
 
         Args:
             evaluator: An evaluator that is a field of the `State`.
@@ -340,9 +343,9 @@ class Checkpointer:
                 self._evaluate(evaluator, evaluator.pending)
 
     def close(self) -> None:
-        """Release everything without another save. An agent's slots stay; private slots are removed.
+        """Release everything without another save. Slots that belong to an agent stay; private slots are removed.
 
-        If there is no agent to store a state that is marked for storage, this stores it, and warns if it cannot.
+        If there is no agent to store a state that is marked for storage, this stores that state, or warns if it cannot.
         """
         try:
             self._close_or_raise()
@@ -404,14 +407,14 @@ class Checkpointer:
         return result
 
     def _save_again(self, step: int) -> None:
-        """Save a state again that changed after its step was finished."""
+        """Save again a state that has changed since its step was finished."""
         if step < 0:
             return
         with self._status_page.in_phase(Phase.SAVE):
             self._save(step, False, (world_of(self._group), rank_of(self._group)))
 
     def _drop_failed_evaluations(self, step: int) -> None:
-        """Drop evaluations that began but never ended, because the script caught their errors and continued."""
+        """Drop evaluations that began but never ended because the script caught their errors and continued."""
         for evaluator in self._evaluators():
             if evaluator.pending is not None and evaluator.pending < step:
                 logger.warning("%s after step %d failed and is skipped", evaluator.name, evaluator.pending)
@@ -422,7 +425,7 @@ class Checkpointer:
             raise ClosedError("this Checkpointer is closed")
 
     def _newest_stored(self) -> tuple[int, int]:
-        """Return the generation and step of this run's newest stored state, (-1, -1) if there is none. Collective."""
+        """Return generation and step of this run's newest stored state, or (-1, -1) if there is none. Collective."""
         if self._storage is None:
             return NO_STEP, NO_STEP
         return newest_stored(self._storage, self._group, run=read("EDL_RUN", str) or "")
@@ -432,7 +435,8 @@ class Checkpointer:
     ) -> float:
         """Copy the state after `step` into the older of two slots. Returns the seconds that training waited.
 
-        `place` is the number of ranks and this rank; at the end of a job, without a process group, of the last save.
+        `place` is the number of ranks, and this rank. At the end of a job, when there is no process group, both are
+        those of the last save.
         """
         begin = time.perf_counter()
         header = SlotHeader(self.generation, step, *place, persist=persist)
@@ -456,7 +460,7 @@ class Checkpointer:
         return time.perf_counter() - begin
 
     def _plan_next(self, step: int, save_s: float) -> None:
-        """Agree with the other ranks on the next save, and on whether to store it or keep it for a replica."""
+        """Agree with the other ranks on the next save, and on whether to store the state or keep it for a replica."""
         now = time.monotonic()
         step_s = 0.0
         first = self._last is None
@@ -487,7 +491,7 @@ class Checkpointer:
             self._stored_at = now
 
     def _holds_shards_alone(self) -> bool:
-        """Return whether, as far as is known, no other node has this rank's shards, so its loss would lose them."""
+        """Return whether, as far as is known, no other node has this rank's shards: losing this node loses them."""
         rank, local_rank = read("RANK", int), read("LOCAL_RANK", int)
         count = read("LOCAL_WORLD_SIZE", positive_int)
         if rank is None or local_rank is None or count is None or self._group is not None:
@@ -507,7 +511,7 @@ class Checkpointer:
         self._status_page.record_resume()
 
     def _await_agent(self) -> None:
-        """Wait for a silent agent, or to be killed: other nodes may consider this one dead and train in its place."""
+        """Wait for a silent agent or to be killed: other nodes may consider this node dead and train in its place."""
         logger.warning(
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
         )

@@ -5,11 +5,11 @@ Dicts are tagged as well, so their keys may have any type, and a dict can never 
 arrays are not in the bytes: the caller stores them separately, by number. Only exact types are accepted, as a subclass
 of `int` or `dict` would be restored as a different type.
 
-The metadata of a saved state is a tree of such values and a table of the tensors, the same in slots, in storage and in
-messages to other ranks.
+The metadata of a saved state consists of a tree of such values and a table of the tensors. Its format is the same in
+slots, in storage and in messages to other ranks.
 
-No library encodes these: msgpack and similar formats need the same hooks for each type, and pickle, which
-`torch.load(weights_only=True)` restricts, does not support parts that are stored elsewhere.
+No library encodes these values as needed: msgpack and similar formats would need the same hooks for each type, and
+pickle as restricted by `torch.load(weights_only=True)` does not support parts that are stored elsewhere.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ _PARAMETER = "parameter"
 def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
     """Encode a value as JSON.
 
-    `store_tensor` is called with every tensor and numpy array. `path` is where `value` is, for messages and for it.
+    `store_tensor` is called with every tensor and numpy array, and its path. `path` is the position of `value`; it is
+    passed to `store_tensor` and appears in messages.
 
     Raises:
-        SettingsError: The value contains a type that cannot be encoded. The message says where.
+        SettingsError: The value contains a type that cannot be encoded. The message says where that value is.
     """
     return to_json(_encode(value, store_tensor, path))
 
@@ -111,7 +112,7 @@ def _encode_items(value: dict[Any, Any], store_tensor: StoreTensor, path: Path) 
 
 
 def _no_tensor(value: Any, path: Path) -> int:
-    """Refuse a tensor in a set or as a key, where look-ups use its identity, which a restored tensor does not have."""
+    """Refuse a tensor in a set or as a key. Look-ups use its identity there, which a restored tensor lacks."""
     raise SettingsError(
         f"{dotted(path[:-1])} has a tensor in a set or as a key, where a restored one could not be looked up: use a "
         "list, or make it a value"
@@ -384,7 +385,7 @@ def _holds_together(entry: TensorEntry) -> bool:
 def box_overlap(
     starts: Sequence[int], shape: Sequence[int], other_starts: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the common part of two boxes as slices of the first and of the second; None if they do not overlap."""
+    """Return the overlap of two boxes as slices of the first box and of the second; None if there is none."""
     mine, theirs = [], []
     for start, size, other_start, other_size in zip(starts, shape, other_starts, other_shape, strict=True):
         begin, end = max(start, other_start), min(start + size, other_start + other_size)

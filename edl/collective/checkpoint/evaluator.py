@@ -1,4 +1,4 @@
-"""Evaluations that belong to a state of training: run once for each planned step, however often it restarts."""
+"""Evaluations of the state at planned steps, each of which runs once, however often training restarts."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Evaluator:
 
     Args:
         function: Function without arguments that every rank calls. It returns a plain value, such as a float or a dict
-            of floats; ranks that return None take the result of the first rank that does not. It should log its result
-            itself, because after a restart the loop does not reach this step again. Random numbers that it draws do not
-            affect those of training.
+            of floats; a rank that returns None takes the result of the first rank that returns something else. It
+            should log its result itself, because after a restart the loop does not reach this step again. The random
+            numbers that it draws do not affect those drawn by the training.
         limit_s: Longest time in seconds that an evaluation may take before it counts as a hang.
         name: Name of the evaluation in messages and in `edl status`.
         on_result: Function that every rank calls with the result, before the result is saved, so that its changes to
             the `State` are saved too: a step of a `ReduceLROnPlateau`, the best result so far, whether to stop. Don't
-            do this in the loop after `evaluate`: if a restart happens in between, the loop continues with the next step
-            and skips it.
+            make such changes in the loop after `evaluate`: if a restart happens in between, the loop continues with the
+            next step, and the changes are never made.
 
     Attributes:
         results: Results by step.
-        pending: Step whose evaluation has begun but has no result yet, or None.
+        pending: Step whose evaluation has begun but has not produced a result yet, or None.
 
     Raises:
         SettingsError: `limit_s` is not above 0.
@@ -78,7 +78,7 @@ class Evaluator:
             self.on_result(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values: the results, and which evaluation is in progress."""
+        """Return the results, and which evaluation is in progress, as plain values."""
         return {"version": _VERSION, "results": dict(self.results), "pending": self.pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ def share_result(evaluator: Evaluator, result: Any, group: Group) -> Any:
 
 
 def agree_on_pending(evaluator: Evaluator, group: Group) -> None:
-    """Agree on the evaluation to repeat: a rank that was lost may lack a result that others have. Collective."""
+    """Agree on the evaluation to repeat: a lost rank may lack a result that other ranks have. Collective."""
     if world_of(group) == 1:
         return
     mine = _NONE_PENDING if evaluator.pending is None else evaluator.pending

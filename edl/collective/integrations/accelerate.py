@@ -29,7 +29,7 @@ class ElasticLoop:
             for batch in loop.batches(loader):
                 ...
 
-    A step ends with the batch after which gradients are synchronized.
+    A step ends with the batch after which Accelerate synchronizes gradients.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator, **options: Any) -> None:
@@ -55,7 +55,8 @@ class ElasticLoop:
     def epochs(self, count: int) -> Iterator[int]:
         """Restore the newest state, if there is one, and iterate over the epochs that are left.
 
-        After the last epoch, the state is saved and stored. If you leave the loop earlier, the last save remains.
+        After the last epoch, the state is saved and stored. If you leave the loop earlier, the state that was saved
+        last remains.
 
         Args:
             count: Total number of epochs, including those already trained.
@@ -187,7 +188,7 @@ _SAVED: Final = (
 
 
 class _Place:
-    """Position of a loop, the same on all ranks: a field of the `State`."""
+    """A loop's position, which is the same on all ranks: a field of the `State`."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -257,7 +258,7 @@ class _Place:
             generator.set_state(self.draws["generator"])
 
     def _describe(self, loader: Any) -> tuple[dict[str, Any], int, int]:
-        """Return the order of the data, the samples of a step, and the batches of a step."""
+        """Return the order of the data, the number of samples in a step, and the number of batches in a step."""
         alone = self._accelerator.num_processes == 1
         drawn = alone or getattr(loader, "synchronized_generator", None) is not None
         order = loop_position.order_of(loader, redrawn=drawn)

@@ -1,11 +1,12 @@
 """Keras' `model.fit` under `edl run`, with the torch backend: `ElasticDataset` and `ElasticCallback`.
 
 `fit` supports neither ranks nor a position within an epoch. `ElasticDataset` gives each rank its share of every global
-batch, from the restored position on. `ElasticCallback` averages gradients when the optimizer applies them, weighted by
-the ranks' shares, so the update is that of one process with the whole batch. It saves the state after each batch and
-restores it when `fit` begins. `fit` then starts with the restored epoch, and calls `on_epoch_begin` of other callbacks
-once more: what they change, such as the learning rate, is restored before the first batch. It requests as many batches
-as a whole epoch has, and warns when a resumed epoch ends sooner; that warning is silenced.
+batch, from the restored position on. When the optimizer applies gradients, `ElasticCallback` averages them, weighted by
+the ranks' shares. So the update is the one that a single process with the whole batch would make. The callback saves
+the state after each batch and restores it when `fit` begins. `fit` then starts with the restored epoch, and calls
+`on_epoch_begin` of other callbacks once more. What they change, such as the learning rate, is restored before the first
+batch. `fit` requests the number of batches in a whole epoch, and would warn when a resumed epoch ends sooner; that
+warning is silenced.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from edl.errors import SettingsError
 
 
 class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
-    """Give each rank its share of every global batch, in an order that depends on seed and epoch.
+    """Give each rank its share of every global batch, in an order that depends on the seed and the epoch.
 
-    The `shuffle` argument of `fit` does not change this order. For soft labels, wrap it in
+    The `shuffle` argument of `fit` does not change this order. For soft labels, wrap this dataset in
     `edl.distill.keras.SoftLabelDataset`.
 
     Args:
@@ -54,7 +55,7 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
         self.before_epoch: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
-        """Return the number of batches that are left of the epoch."""
+        """Return the number of batches that are left in the epoch."""
         return len(self.sampler)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
@@ -77,12 +78,13 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         dataset = ElasticDataset(images, labels, global_batch=64)
         model.fit(dataset, epochs=10, callbacks=[ElasticCallback(dataset)])
 
-    It restores weights, the optimizer, seeds of layers such as dropout, metrics and the position in the data. All ranks
-    begin with the weights of rank 0. At the end of an epoch, metrics count the rows of all ranks. Other callbacks, such
-    as `EarlyStopping`, start over.
+    The callback restores the weights, the optimizer, the seeds of layers such as dropout, the metrics and the position
+    in the data. All ranks begin with the weights of rank 0. At the end of an epoch, metrics cover the rows of all
+    ranks. Other callbacks, such as `EarlyStopping`, start over.
 
     Args:
-        dataset: The dataset that `fit` trains on, or the one inside the `SoftLabelDataset` that `fit` trains on.
+        dataset: The `ElasticDataset` that `fit` trains on, or that is inside the `SoftLabelDataset` that `fit` trains
+            on.
         **options: Options of the `Checkpointer`.
 
     Raises:
@@ -129,20 +131,20 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         model.optimizer.apply = self._apply_averaged
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin an epoch, or resume it, with the metrics that it had."""
+        """Begin an epoch, or resume it with the metrics that it had."""
         self._sampler.set_epoch(epoch)
         if self._resuming:
             self._metrics.apply()
             warnings.filterwarnings("ignore", "Your input ran out of data")
 
     def _undo_callbacks(self) -> None:
-        """Restore what a schedule did in the resumed epoch's `on_epoch_begin`: the saved state has that already."""
+        """Undo what a schedule did in the resumed epoch's `on_epoch_begin`: the saved state already includes that."""
         if self._resuming:
             self._resuming = False
             self._variables.apply()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Restore the random numbers that the first batch had."""
+        """Restore the random number states that the first batch began with."""
         if self._rng is not None:
             restore_random_states(self._rng)
             self._rng = None
@@ -186,7 +188,7 @@ def _spread(variables: list[Any]) -> None:
 
 
 class _Variables:
-    """Keras variables as a field of a `State`, by position: their paths may be the same."""
+    """Keras variables as a field of a `State`, by position because several may have the same path."""
 
     def __init__(self, variables: list[Any]) -> None:
         self._variables = variables
@@ -202,13 +204,13 @@ class _Variables:
         self.apply()
 
     def apply(self) -> None:
-        """Assign the restored values, once more if Keras has reset them since."""
+        """Assign the restored values; do so again if Keras has reset the variables since."""
         for number, value in self._saved.items():
             self._variables[int(number)].assign(value)
 
 
 def _join_group() -> None:
-    """Join the job's other workers, as a script for torchrun does itself."""
+    """Join the job's other workers in a process group, as a script for torchrun does itself."""
     if "RANK" in os.environ and not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

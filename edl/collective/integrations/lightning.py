@@ -1,9 +1,9 @@
 """Lightning's `Trainer` under `edl run`: `ElasticLightningCallback`.
 
-Lightning's own checkpoints resume at the first batch of an epoch, lack the values logged in it, and follow their own
-rules for hooks at its start and end. So Lightning is not told that it restarts: its loops are set to the saved
-position, and the methods that matter are wrapped. A state is saved before a batch is read, so that random numbers that
-the dataset draws in this process are restored too.
+Lightning's own checkpoints resume at the first batch of an epoch, lack the values logged in that epoch, and follow
+their own rules for hooks at the start and end of the epoch. So Lightning is not told about the restart. Instead, its
+loops are set to the saved position, and the methods that deal with it are wrapped. A state is saved before a batch is
+read, so that random numbers that the dataset draws in this process are restored too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from edl.errors import SettingsError
 
 
 class CheckpointHooks:
-    """A `State` field with what other callbacks, the module and the data module add to checkpoints."""
+    """A `State` field that contains what other callbacks, the module and the data module add to checkpoints."""
 
     def __init__(self, trainer: Any, version: str) -> None:
         self._trainer = trainer
@@ -74,7 +74,7 @@ class CheckpointHooks:
 
 
 class LoggedValues:
-    """Values that this rank has logged in the epoch so far: a local field of the `State`."""
+    """Values that this rank has logged so far in the epoch: a local field of the `State`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -91,7 +91,7 @@ class LoggedValues:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Hold the values until a batch begins: whatever hooks log or reset before that was already done."""
+        """Hold the values until a batch begins: what hooks log or reset before that is already in the values."""
         self._saved = saved
 
     def apply(self) -> None:
@@ -177,7 +177,7 @@ def _unpack_metric(metric: Any, packed: dict[str, Any]) -> None:
 
 
 def keeps_place(loader: Any) -> bool:
-    """Return whether the loader knows its position. One without a length is read a batch ahead, so it does not."""
+    """Return whether the loader knows its position. Without a length, it is read a batch ahead and does not."""
     return is_stateful_loader(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -212,7 +212,7 @@ class LoopProgress:
         return list(self.trainer.fit_loop._combined_loader.flattened)
 
     def count_step(self) -> bool:
-        """Count a step if this batch ends one; with manual optimization, if an optimizer stepped. Returns whether."""
+        """Count a step if this batch ends one (in manual optimization, if an optimizer stepped). Returns whether so."""
         loop = self.trainer.fit_loop.epoch_loop
         if self.trainer.lightning_module.automatic_optimization:
             stepped = not loop._should_accumulate()
@@ -281,7 +281,7 @@ class LoopProgress:
             fit_loop._restart_stage = "restarted_mid_epoch"  # the hooks for the epoch's start were already called
 
     def keep_validation_workers(self) -> None:
-        """Keep validation loaders with persistent workers from before the restart from drawing another seed."""
+        """Keep validation loaders that had persistent workers before the restart from drawing another seed."""
         workers, trainer = self._saved["validation_workers"], self.trainer
         if not any(workers):
             return
@@ -304,7 +304,7 @@ class LoopProgress:
         return [serve and loop_position.has_workers(loader) for loader in self._validation_loaders()]
 
     def _scale(self, before: int, now: int) -> None:
-        """Convert counts of batches to this world, in which a step has another number of batches."""
+        """Convert counts of batches to this world, in which a step has a different number of batches."""
         if before == now:
             return
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
@@ -319,7 +319,7 @@ class LoopProgress:
         return self.trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting
 
     def note_draws(self) -> None:
-        """Remember the random numbers from which the order of the beginning epoch may be drawn."""
+        """Remember the random number states from which the order of the epoch that begins may be drawn."""
         self.draws.numbers = capture_random_states()
         self.draws.own = [None if found is None else found.get_state() for found in self._generators()]
         self.draws.workers = [loop_position.has_workers(loader) for loader in self.loaders]
@@ -369,7 +369,7 @@ class LoopProgress:
         return [loop_position.order_of(loader, redrawn=redrawn) for loader in self.loaders]
 
     def _samples(self) -> list[int]:
-        """Return the samples that a step trains, by loader; if the batch size is unknown, the number of ranks."""
+        """Return the number of samples in a step, by loader; if the batch size is unknown, the number of ranks."""
         factor = self.trainer.accumulate_grad_batches * self.trainer.world_size
         sizes = [getattr(loader, "batch_size", None) for loader in self.loaders]
         return [size * factor if size is not None else self.trainer.world_size for size in sizes]
@@ -414,7 +414,8 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         trainer = L.Trainer(..., callbacks=[ElasticLightningCallback()])
         trainer.fit(model, loader)
 
-    A callback serves a single call of `fit`. A world of another size can resume if its steps train as many samples.
+    A callback serves a single call of `fit`. A world of another size can resume if its steps train the same number of
+    samples.
     """
 
     _progress: LoopProgress  # these exist from `setup` on
@@ -552,6 +553,6 @@ def _check(trainer: Any) -> None:
 
 
 def _named(value: Any, names: dict[str, str]) -> str | None:
-    """Return which of the class names `names` the value is an instance of, of either package, without importing it."""
+    """Return which class in `names` the value is an instance of, in either package, without importing the package."""
     found = {base.__name__ for base in type(value).__mro__ if "lightning" in base.__module__}
     return next((name for name in names if name in found), None)

@@ -1,8 +1,8 @@
-"""Position of another library's training loop, and how it resumes there: the common part of the integrations.
+"""The position of another library's training loop, and resuming there: the common part of the integrations.
 
 A state is saved where a step begins, when everything that follows the previous step (logging, evaluation, the library's
-own checkpoints) has been done. Random numbers are restored at the same point, not when the state is restored, because
-reading the data again draws some.
+own checkpoints) has been done. Random number generators are restored at the same point, not when the rest of the state
+is restored, because reading the data again draws random numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BoundaryCheckpointer:
 
     @classmethod
     def begin_loop(cls, options: dict[str, Any]) -> None:
-        """Refuse a second training loop, which would continue from the end of the first."""
+        """Refuse a second training loop, which would continue from the end of the first loop."""
         kept = [options.get("storage"), read("EDL_CHECKPOINT", str), read("EDL_SLOTS", str)]
         shared = "slots" not in options and any(kept)
         if shared and cls._opened:
@@ -61,7 +61,7 @@ class BoundaryCheckpointer:
         cls._opened |= shared
 
     def open(self, state: State) -> bool:
-        """Restore the newest state, if there is one. Returns whether there was."""
+        """Restore the newest state, if there is one. Returns whether there was one."""
         self.begin_loop(self._options)
         self._checkpointer = self._stack.enter_context(Checkpointer(state, **self._options))
         restored = self._checkpointer.restore() >= 0
@@ -69,7 +69,7 @@ class BoundaryCheckpointer:
         return restored
 
     def begin_step(self, last: int) -> None:
-        """Save the state after step `last` if it was counted, and pause if the agent asks for it."""
+        """Save the state after step `last` if that step was counted, and pause if the agent asks for a pause."""
         if self._rng is not None:
             restore_random_states(self._rng)
             self._rng = None
@@ -113,7 +113,8 @@ def check_order(saved: Any, here: Any) -> None:
 def make_workers_without_a_draw(loader: Any) -> None:
     """Keep a loader from drawing a seed when it creates its persistent workers again after a restart.
 
-    `loader` may be Accelerate's wrapper. It drew its seed before the restart; its sampler's numbers are still drawn.
+    `loader` may be Accelerate's wrapper. The loader drew its seed before the restart; its sampler still draws its
+    random numbers.
     """
     base = getattr(loader, "base_dataloader", loader)  # inside Accelerate's wrapper, if there is one
     if not _keeps_workers(base):
@@ -145,8 +146,9 @@ def _keeps_workers(loader: Any) -> bool:
 def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
     """Return what the order of the data depends on.
 
-    A loader that is no `DataLoader` must begin with the same batches in every iteration. With `redrawn`, random numbers
-    are restored to where the epoch began, so the order may be drawn from them.
+    A loader that is not a `DataLoader` must yield the same batches from the beginning in every iteration. With
+    `redrawn`, random number generators are restored to their states at the beginning of the epoch, so the order may be
+    drawn from them.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return {"sampler": type(getattr(loader, "dataset", loader)).__name__}
@@ -181,7 +183,7 @@ def _is_function_of_epoch(sampler: Any) -> bool:
 
 
 class _Skipping:
-    """Passes on an epoch's indices except the first `count`, which are drawn but skipped; later epochs completely."""
+    """Passes on an epoch's indices except the first `count`, which are drawn but skipped. Later epochs are complete."""
 
     def __init__(self, inner: Any, count: int) -> None:
         self._inner = inner
@@ -204,7 +206,7 @@ class _Skipping:
         yield from iterator
 
     def skip(self) -> None:
-        """Skip the indices, unless that was done already."""
+        """Skip the indices, unless they were skipped already."""
         assert self._iterator is not None
         while self._count:
             self._count -= 1
@@ -213,7 +215,7 @@ class _Skipping:
 
 @contextmanager
 def skipping(loader: DataLoader[Any], count: int) -> Iterator[None]:
-    """Make the iterator created in the block skip `count` batches: not loaded, but their random numbers are drawn."""
+    """Make the iterator created in the block skip `count` batches without loading them; random numbers are drawn."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     inner = getattr(loader, name)
     wrapper = _Skipping(inner, count)

@@ -1,9 +1,10 @@
-"""Elastic training of PaddlePaddle scripts, with the same slots, checkpoints and agents as for PyTorch.
+"""Elastic training in PaddlePaddle scripts, with the same slots, checkpoints and agents as for PyTorch.
 
-Trainers are restarted when one joins or leaves. The state is the same on all trainers, as in data parallel training.
+All trainers are restarted when one joins or leaves. The state is the same on all trainers, as in data parallel
+training.
 
-A Paddle tensor in host memory and a torch tensor can share their memory (DLPack), so saving copies nothing on the way
-to torch. When restoring, Paddle copies into its existing tensors.
+A Paddle tensor in host memory and a torch tensor can share memory (DLPack), so no copy is made when tensors are passed
+to torch for a save. During a restore, Paddle copies into its existing tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from edl.settings import read
 
 
 def wrapped(value: Any) -> Any:
-    """Wrap an object of Paddle's so that its `state_dict` has torch tensors; return other objects unchanged."""
+    """Wrap a Paddle object so that its `state_dict` returns torch tensors; return other objects unchanged."""
     if isinstance(value, paddle.nn.Layer):
         return _Layer(value)
     if isinstance(value, paddle.optimizer.Optimizer):
@@ -39,7 +40,7 @@ def wrapped(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the object inside a wrapper of `wrapped`; return other objects unchanged."""
+    """Return the object inside a wrapper that `wrapped` made; return other objects unchanged."""
     return value.inner if isinstance(value, _Wrapped) else value
 
 
@@ -49,7 +50,7 @@ class _Wrapped:
 
 
 class _Layer(_Wrapped):
-    """Parameters and buffers by their names in the layer, with or without `DataParallel` around it."""
+    """Parameters and buffers by their names in the layer, whether or not `DataParallel` wraps the layer."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: _as_torch(tensor, name) for name, tensor in self.inner.state_dict().items()}
@@ -82,7 +83,7 @@ class _Scheduler(_Wrapped):
 class _Optimizer(_Wrapped):
     """Accumulators and master weights by Paddle's names, and the learning rate schedule.
 
-    The names depend on the order in which layers are created, which must always be the same, as for `paddle.load`.
+    The names depend on the order in which layers are created. That order must always be the same, as for `paddle.load`.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class PaddleRng:
 
 
 def _taken(state: Any) -> tuple[int, int, int, bytes]:
-    """Return a generator's state as plain values, the same that Paddle pickles."""
+    """Return a generator's state as plain values, the same values that Paddle pickles."""
     device, seed, offset, engine = state.__getstate__()
     return device, seed, offset, bytes(engine)  # the engine is text, given as a list of its characters
 
@@ -146,7 +147,7 @@ def _made(like: Any, taken: tuple[int, int, int, bytes]) -> Any:
 
 
 def _as_torch(tensor: Any, name: str) -> torch.Tensor:
-    """Return a torch tensor that shares the tensor's memory or, for another device, a copy in host memory."""
+    """Return a torch tensor that shares the tensor's memory or, if on another device, a copy in host memory."""
     if tensor.is_dist():
         raise SettingsError(f"{name} is distributed over several trainers: only whole tensors can be saved")
     if not tensor.place.is_cpu_place():
@@ -176,8 +177,8 @@ _POLL_S: Final = 0.02  # between two attempts to connect: a longer pause would d
 def init_parallel_env(timeout_s: float = _TIMEOUT_S) -> None:
     """Call `paddle.distributed.init_parallel_env` without its delay, and prepare for `Checkpointer`. Collective.
 
-    Paddle's own function tries to reach the first trainer only every 3 s, so a restart often takes that long. This one
-    calls it as soon as the first trainer listens.
+    Paddle's own function tries to reach the first trainer only every 3 s, so a restart often takes that long. This
+    function calls Paddle's as soon as the first trainer listens.
 
     Args:
         timeout_s: Seconds to wait for the first trainer.
@@ -239,7 +240,7 @@ def _trainers() -> int:
 
 
 def _join(timeout_s: float) -> None:
-    """Form the torch process group, on the CPU, in which trainers agree on checkpoints and exchange them."""
+    """Form the torch process group, on the CPU, by which trainers agree on checkpoints and exchange them."""
     if _trainers() == 1 or torch.distributed.is_initialized():
         return
     if not paddle.distributed.is_initialized():

@@ -1,7 +1,7 @@
-"""Hugging Face's `Trainer` under `edl run`: a callback that keeps its whole state in memory and resumes exactly there.
+"""Hugging Face's `Trainer` under `edl run`: a callback that keeps the whole state in memory and resumes from it.
 
 The Trainer reads its position only from files, and before model and optimizer are prepared. So the callback wraps the
-two methods that deal with positions.
+two methods that handle the position.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class ElasticCallback(transformers.TrainerCallback):
         trainer.add_callback(ElasticCallback(trainer))
         trainer.train()
 
-    A callback serves a single call of `train`. A world of another size can resume if its steps train as many samples.
+    A callback serves a single call of `train`. A world of another size can resume if its steps train the same number of
+    samples.
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:
@@ -107,7 +108,7 @@ class ElasticCallback(transformers.TrainerCallback):
         args.eval_on_start = self._evaluates_on_start
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the state after the last step, and pause if the agent asks for it."""
+        """Save the state after the last step, and pause if the agent asks for a pause."""
         self._restored = False
         self._boundary.begin_step(state.global_step - 1)
 
@@ -122,7 +123,7 @@ class ElasticCallback(transformers.TrainerCallback):
         self._boundary.close()
 
     def _find_beginning(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Remember the position of the Trainer's own checkpoint, and make the Trainer offer all epochs."""
+        """Remember the position in the Trainer's own checkpoint, and make the Trainer iterate over all epochs."""
         epochs, batches = self._init_training_state(*args, **kwargs)
         self._begin = epochs, batches // self._trainer.args.gradient_accumulation_steps
         return 0, 0
@@ -229,7 +230,7 @@ class _Progress:
 
     @property
     def _asked(self) -> tuple[float, int]:
-        """Epochs and steps that the script asks for; the steps decide unless they are -1."""
+        """Epochs and steps that the script asks for; the number of steps decides unless it is -1."""
         return self._trainer.args.num_train_epochs, self._trainer.args.max_steps
 
     @property

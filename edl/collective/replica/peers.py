@@ -2,19 +2,17 @@
 
 ::
 
-    receiver -> sender   32 random bytes
-    sender -> receiver   32 random bytes, HMAC(secret, "sender" | both)
-    receiver -> sender   HMAC(secret, "receiver" | both)
-    then, for every part of the state
-    sender -> receiver   frame: JSON that announces the part (`ReplicaAnnouncement`)
-    receiver -> sender   frame: `GO_ON`, `PRESENT` if it has that part, or the reason of a refusal
-    sender -> receiver   the raw data and metadata, and their HMAC; not if the part is present
+    receiver -> sender   32 random bytes sender -> receiver   32 random bytes, HMAC(secret, "sender" | both) receiver ->
+    sender   HMAC(secret, "receiver" | both) then, for every part of the state sender -> receiver   frame: JSON that
+    announces the part (`ReplicaAnnouncement`) receiver -> sender   frame: `GO_ON`, `PRESENT` if it has that part, or
+    the reason for refusal sender -> receiver   the raw data and metadata, and their HMAC; not if the part is present
     receiver -> sender   frame: `GO_ON`, once it has everything
 
-A frame is its length (4 bytes, little-endian), that number of bytes, and their HMAC-SHA256. The key is derived from the
-secret and both sides' random bytes, and every HMAC includes how many were sent before it, so nothing can be changed,
-repeated or left out. A side trusts nothing and allocates no memory before the other has proved that it knows the
-secret. The content is readable on the network unless the connection is TLS, where the tag of data covers none of it.
+A frame consists of a length (4 bytes, little-endian), that number of bytes, and their HMAC-SHA256. The key is derived
+from the secret and both sides' random bytes. Every HMAC covers the number of HMACs sent before it, so nothing can be
+changed, repeated or left out. Neither side trusts anything or allocates memory until the other side has proved that it
+knows the secret. The content is readable on the network unless the connection uses TLS. With TLS, the HMAC of the raw
+data does not cover the data itself.
 """
 
 from __future__ import annotations
@@ -138,7 +136,7 @@ class AuthenticatedConnection:
         return data
 
     def send_bulk(self, parts: Iterator[bytes | memoryview]) -> None:
-        """Send pieces of bytes that do not change during the call. The other side can trust them once all were sent."""
+        """Send pieces of bytes that do not change during the call. The receiver can trust them once all are sent."""
         mac = self._next_sent()
         with self._hashing(mac) as add:
             for part in parts:
@@ -159,7 +157,7 @@ class AuthenticatedConnection:
 
     @contextlib.contextmanager
     def _hashing(self, mac: hmac.HMAC) -> Iterator[Callable[[bytes | memoryview], object]]:
-        """Yield a function that adds a piece to `mac` in a thread; at the end of the block, all were added."""
+        """Yield a function that adds a piece to `mac` in a thread. When the block ends, all pieces have been added."""
         if self._private:
             yield lambda piece: None
             return
@@ -213,7 +211,7 @@ _OPERATION_S: Final = 10.0  # for a read or write: a receiver that clears memory
 
 
 class ReplicaRefusedError(PermanentError):
-    """The receiver refuses the state, and says why."""
+    """The receiver refused the state; the message says why."""
 
 
 def send_states(
@@ -225,10 +223,10 @@ def send_states(
     stopping: Callable[[], bool] = lambda: False,
     tls: PeerTLS | None = None,
 ) -> None:
-    """Send the states of a node's workers, by local rank. When this returns, the receiver has all of them.
+    """Send the states of a node's workers, in local rank order. When this returns, the receiver has them all.
 
     Raises:
-        TemporaryError: The receiver is not there, `stopping` returned True, or a state was overwritten.
+        TemporaryError: The receiver cannot be reached, `stopping` returned True, or a state was overwritten.
         ProtocolError: The receiver is not an agent of this job.
         ReplicaRefusedError: The receiver has no room.
     """
@@ -269,7 +267,7 @@ def _send_state(
 
 
 def _state_contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
-    """Yield the data, then the metadata. Raises before the end if they were overwritten."""
+    """Yield the data, then the metadata. Raises an error before the end if they were overwritten."""
     data = memoryview(state.map_file())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
     for whole in (data, memoryview(meta)):
         for begin in range(0, len(whole), CHUNK_NBYTES):
@@ -293,7 +291,7 @@ _ACCEPT_RETRY_S: Final = 0.1  # after a connection could not be accepted: no fil
 
 
 class ReplicaServer:
-    """Receives states until `close`, from one agent at a time, at `port` of all addresses of this host.
+    """Receives states until `close`, from one agent at a time, at `port` on all addresses of this host.
 
     `secret` may raise DiscoveryError. `say` is called with every line that a person should see.
     """
@@ -332,7 +330,7 @@ class ReplicaServer:
                         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def _serve_next(self) -> float | None:
-        """Serve the next agent. Returns the seconds until the next one, None when this server is closed."""
+        """Serve the next agent. Returns the seconds until the next call, or None if this server is closed."""
         try:
             connection, address = self._listening.accept()
         except OSError:

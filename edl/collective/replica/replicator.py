@@ -1,7 +1,7 @@
-"""The agent's part in replicas: sending its workers' states to a peer, and receiving those of another agent.
+"""The agent's part in replicas: sending its workers' states to a peer, and receiving another agent's states.
 
-The peer is the next member in the world's order that takes replicas. If it does not answer, earlier replicas stay as
-they are, and the workers keep nothing newer until it does. Only sharded states are kept.
+The peer is the next member in the world's order that takes replicas. If the peer does not answer, earlier replicas stay
+as they are, and the workers keep no newer state until the peer answers. Only sharded states are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReplicaAction(Enum):
 
 @dataclass
 class ReplicationSchedule:
-    """Tracks what a node has sent to its current peer, and decides what to do next, at seconds of one clock."""
+    """Tracks what a node has sent to its current peer, and decides what to do next. All times are from one clock."""
 
     interval_s: float = 10.0  # least seconds from the start of one transfer to the start of the next
     share: float = 0.5  # of the time that transfers may take: those of T seconds begin T / share apart
@@ -59,14 +59,14 @@ class ReplicationSchedule:
         return cls(share=share)
 
     def start_world(self, *, same_peer: bool) -> None:
-        """Start another world: its first state is kept at once, and a new peer first gets the newest of all workers."""
+        """Start another world. Its first state is kept at once. A new peer first gets all workers' newest state."""
         if not same_peer:
             self._sent = NO_VERSION
         self._due = -math.inf
         self._retry = -math.inf
 
     def next_action(self, now: float, common: StateVersion, newest: StateVersion) -> ReplicaAction:
-        """Return what to do, given the newest state that all workers (`common`) or any of them (`newest`) have kept."""
+        """Return what to do, given the newest states kept by all workers (`common`) and by any worker (`newest`)."""
         if common > self._sent:
             return ReplicaAction.SEND if now >= self._retry else ReplicaAction.WAIT
         if newest > max(common, self._sent):
@@ -92,7 +92,7 @@ _SECRET_NBYTES: Final = 32  # 256 bits, as many as the HMACs made with it
 
 
 def replica_peer(world: World, node: str) -> Member | None:
-    """Return the member that keeps a replica of a node's state, the next that takes replicas; None if no other does."""
+    """Return the member that keeps a node's replica: the next one that takes replicas; None if no other member does."""
     place = world.position(node)
     if place is None:
         return None
@@ -101,12 +101,12 @@ def replica_peer(world: World, node: str) -> Member | None:
 
 
 def job_secret(store: Store, job: str) -> Callable[[], bytes]:
-    """Return a function that returns the secret of a job's agents. Anyone who can read the Store knows it."""
+    """Return a function that returns the secret of a job's agents. Anyone who can read the Store knows the secret."""
     return cache(partial(create_once, store, prefix(job) + "secret", secrets.token_bytes(_SECRET_NBYTES)))
 
 
 class Replicator:
-    """Sends states to the peer and receives those of another node, in threads, until `close`. `say` is for people."""
+    """Sends states to the peer and receives another node's, in threads, until `close`. `say` takes lines for people."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Replicator:
 
     @property
     def replicated_us(self) -> int:
-        """Wall clock (microseconds since 1970) of the newest state that the peer has of all workers; 0 for none."""
+        """Wall clock (microseconds since 1970) of the newest state that the peer has from all workers, or 0."""
         return self._replicated_us
 
     def change_world(self, world: World) -> None:
@@ -164,14 +164,14 @@ class Replicator:
         self._loop.wake()
 
     def hand_over_state(self) -> bool:
-        """Send the paused workers' newest state to the peer. Call it until True: sent, refused or not needed."""
+        """Send the paused workers' newest state to the peer. Call until this is True: sent, refused or not needed."""
         if not self._handing_over:
             self._handing_over = True
             self._loop.wake()
         return self._handed_over
 
     def close(self) -> None:
-        """Stop sending and receiving, even in the middle of a state. Complete states stay."""
+        """Stop sending and receiving, even in the middle of a state. Completely received states stay."""
         self._closing = True
         self._server.close()
         self._loop.close(_CLOSE_S)
@@ -225,7 +225,7 @@ class Replicator:
                 self._handed_over = self._handing_over and world == self._world
 
     def _send(self, peer: Member, world: int, states: Sequence[CompleteSlot]) -> bool:
-        """Send the states of all workers. Returns whether the peer has them."""
+        """Send the states of all workers. Returns whether the peer has received them."""
 
         def stopping() -> bool:
             return self._closing or world != self._world
@@ -243,7 +243,7 @@ class Replicator:
         return True
 
     def _report_failure(self, what: str) -> None:
-        """Report a failure once, until a transfer succeeds."""
+        """Report a failure, but only once until a transfer succeeds."""
         if not self._silent:
             self._silent = True
             self._say(f"{what}: retrying later")

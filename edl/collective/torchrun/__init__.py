@@ -1,1 +1,1 @@
-"""What torch still finds of EDL's former rendezvous backend."""
+"""What remains of EDL's former rendezvous backend for torch to find."""

@@ -1,7 +1,7 @@
 """The entry point `edl` of `torchrun.handlers`, which says what to use instead of `torchrun --rdzv-backend=edl`.
 
-It stays because torch loads all entry points whenever it starts, and a checkout installed with `pip install -e` keeps
-the entry points it had on the day of the installation.
+This module stays because torch loads all entry points whenever it starts, and a checkout installed with `pip install
+-e` keeps the entry points that it had when it was installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from edl.errors import SettingsError
 
 
 def handler_creator() -> Any:
-    """Return the function torch calls when the backend is requested; only that call may fail."""
+    """Return the function that torch calls when the backend is requested. Only calling that function may fail."""
 
     def refuse(params: Any) -> NoReturn:
         raise SettingsError(describe_removal("--rdzv-backend=edl"))

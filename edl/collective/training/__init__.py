@@ -1,4 +1,4 @@
-"""Elastic training steps: which samples a step trains and how it updates the parameters, for any number of ranks.
+"""Elastic training steps: which samples a step trains, and how it updates parameters, for any number of ranks.
 
 `sampler` decides which rank trains which samples, and `trainer` updates the parameters, one `step` at a time.
 `learning_rate` adapts the learning rate when the batch changes, and `tuner` chooses the batch.
@@ -17,7 +17,7 @@ __all__ = ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a submodule only when one of its names is used: FSDP, which they need, takes a while to import."""
+    """Import a submodule only when one of its names is used: submodules need FSDP, which is slow to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "tuner" if name == "AutoBatch" else "learning_rate"

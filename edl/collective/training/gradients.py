@@ -1,16 +1,16 @@
-"""Gradients between backward and the optimizer: averaged over ranks, measured, and their noise estimated.
+"""Gradients between backward and the optimizer: averaging over ranks, measuring, and estimating their noise.
 
-The noise is estimated from the groups of samples that an optimizer step has anyway: the micro-batches of all ranks
-before gradients are summed. With G the true gradient and Σ the covariance of one sample's gradient, a mean over n
+The noise is estimated from groups of samples that an optimizer step has anyway: the micro-batches of all ranks, before
+their gradients are summed. If G is the true gradient and Σ the covariance of one sample's gradient, a mean over n
 samples has the expected squared norm |G|² + tr(Σ)/n. McCandlish et al., "An Empirical Model of Large-Batch Training",
-2018, appendix A.1, solve this for two batch sizes; here, for k groups of n_i samples with mean gradients g_i, n samples
-in all with mean g, as in an analysis of variance:
+2018, appendix A.1, solve this for two batch sizes. Here it is solved as in an analysis of variance, for k groups of n_i
+samples with mean gradients g_i, and n samples in all with mean gradient g:
 
     tr(Σ) ≈ (Σ n_i |g_i|² - n |g|²) / (k - 1)        |G|² ≈ |g|² - tr(Σ) / n
 
-If the optimizer divides each gradient by a scale of its own (Adam and its relatives), all norms are those of the
-divided gradients, as in Qiao et al., "Pollux", OSDI 2021: the plain noise of an Adam run says little about its
-progress.
+If the optimizer divides each gradient by its own scale (Adam and similar optimizers), all norms are those of the
+divided gradients, as in Qiao et al., "Pollux", OSDI 2021. Without the division, the noise in an Adam run says little
+about the run's progress.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger("edl.collective")
 
 
 def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumulates: bool) -> None:
-    """Refuse a module whose gradients would be averaged twice, in part, or over ranks other than those of `group`."""
+    """Refuse a module whose gradients would be averaged twice, only in part, or over ranks other than `group`'s."""
     own = layers(module)
     inside = [part for part in module.modules() if all(part is not layer for layer in own)]
     if any(isinstance(part, DistributedDataParallel) for part in inside):
@@ -91,7 +91,7 @@ def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> N
 
 
 def averages_itself(module: nn.Module) -> bool:
-    """Return whether the backward pass of a module averages gradients over the ranks, so every rank must run it."""
+    """Return whether a module's backward pass averages gradients over the ranks, so that every rank must run it."""
     return any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in layers(module))
 
 
@@ -100,12 +100,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def in_lockstep(module: nn.Module) -> bool:
-    """Return whether the forward pass waits for other ranks, so that all ranks must run equally many micro-batches."""
+    """Return whether the forward pass waits for other ranks, so that all must run the same number of micro-batches."""
     return any(isinstance(part, (FSDPModule, nn.SyncBatchNorm)) for part in module.modules())
 
 
 def least_rows(module: nn.Module) -> int:
-    """Return the fewest rows for a micro-batch: two if a layer normalizes by this rank's own variance, else one."""
+    """Return the fewest rows allowed in a micro-batch: 2 if a layer normalizes by this rank's own variance, else 1."""
     return 2 if any(map(_is_local_norm, module.modules())) else 1
 
 
@@ -139,7 +139,7 @@ def without_averaging(module: nn.Module) -> Iterator[None]:
 
 
 def _is_sharded_over(parameter: DTensor, ranks: list[int]) -> bool:
-    """Return whether `fully_shard` sharded a parameter over exactly these ranks, over all of them or as HSDP.
+    """Return whether `fully_shard` sharded a parameter over exactly these ranks, in one group or as HSDP.
 
     If a parameter is already parallel in another way, the placements are (Shard, ...), never (Replicate, Shard).
     """
@@ -164,8 +164,8 @@ _MEANS = ("exp_avg_sq", "square_avg", "sum")
 def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Replace gradients by their means over all ranks. Collective: every rank passes the same number of parameters.
 
-    A rank without a gradient counts as zeros. If no rank has one, there is none afterwards either, because optimizers
-    treat a zero gradient differently from a missing one (weight decay, moments).
+    A missing gradient on a rank counts as zeros. If no rank has a gradient for a parameter, it has none afterwards
+    either, because optimizers treat a zero gradient differently from a missing gradient (weight decay, moments).
     """
     world = dist.get_world_size(group)
     for bucket in _buckets(parameters):
@@ -197,14 +197,15 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _dtype_of(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradients, which users can choose in newer versions of PyTorch."""
+    """Return the dtype of a parameter's gradients, which the user can choose in newer versions of PyTorch."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 class NoiseMeter:
-    """Measures the squared norms of the micro-batches' gradients, and of their mean.
+    """Measures the squared norms of the gradients of micro-batches, and of the mean gradient.
 
-    Hooks see what each backward pass adds, before DDP averages it. So no copy is kept, and a step sends two numbers.
+    Hooks see what each backward pass adds, before DDP averages it. So no copy of the gradients is kept, and a step
+    sends only two numbers.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -221,7 +222,7 @@ class NoiseMeter:
 
     @contextmanager
     def micro_batch(self, rows: float, factor: float) -> Iterator[None]:
-        """Measure the backward pass in the block, whose loss was multiplied by `factor`; with `rows` 0, nothing."""
+        """Measure the backward pass in the block, whose loss was multiplied by `factor`. If `rows` is 0, do nothing."""
         self._measuring = rows > 0
         try:
             yield
@@ -233,7 +234,7 @@ class NoiseMeter:
             self._squares.clear()
 
     def finish_step(self, samples: int, group: dist.ProcessGroup | None, world: int) -> GradientGroups:
-        """Return the squared norms of this step over all ranks and drop the measurements. Collective if `world` > 1."""
+        """Return this step's squared norms over all ranks, and drop the measurements. Collective if `world` > 1."""
         mine = torch.zeros(2, dtype=torch.float64, device=self._parameters[0].device)
         if self._weighted:
             mine[0], mine[1] = torch.stack(self._weighted).sum(), len(self._weighted)
@@ -265,7 +266,7 @@ class NoiseMeter:
         return norm.square()
 
     def _measured(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the parameters that count in this step, the same on all ranks, with their group's options."""
+        """Return the parameters that count in this step with their group's options, the same on all ranks."""
         if self._chosen is None:
             options = {p: group for group in self._optimizer.param_groups for p in group["params"]}
             self._chosen = {p: options[p] for p in self._parameters if p in options and self._counts(p, options[p])}
@@ -305,7 +306,7 @@ def is_adaptive(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor | None:
     """Return the tensor by which an adaptive optimizer divides a gradient, or None for another kind of optimizer.
 
-    Factors that depend only on the number of steps are taken out, so that estimates can be averaged over steps.
+    Factors that depend only on the number of steps are removed, so that estimates can be averaged over steps.
     """
     if not is_adaptive(state, options):
         return None

@@ -1,6 +1,6 @@
 """Rules that adapt the learning rate to a global batch other than the one for which it was chosen.
 
-With the scale S = batch / base batch, a policy gives the factor by which your schedule's rate is multiplied:
+For the scale S = batch / base batch, a policy gives the factor by which the rate from your schedule is multiplied:
 
 | policy | factor | for |
 | --- | --- | --- |
@@ -10,8 +10,9 @@ With the scale S = batch / base batch, a policy gives the factor by which your s
 | `AdaScale` | from 1 to S, by the measured noise | SGD (Johnson et al., "AdaScale SGD", 2020) |
 | a function of S | its return value | anything else |
 
-The rules leave the optimizer's state alone: its moments describe gradients, whose mean does not depend on the batch.
-Schedules here count samples, which mean the same for every batch, as steps do not.
+The rules do not change the optimizer's state: its moments describe gradients, whose mean does not depend on the batch.
+Schedules here count samples instead of steps, because a sample means the same progress for every batch, and a step does
+not.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from edl.errors import SettingsError
 class Linear:
     """Scale the learning rate linearly with the batch, with a warm-up to larger factors.
 
-    Follows Goyal et al. 2017, sections 2.1 and 2.2, who use five epochs of warm-up for factors up to 32. A smaller
-    factor takes effect at once.
+    Follows sections 2.1 and 2.2 of Goyal et al. 2017, who use five epochs of warm-up for factors up to 32. If the
+    factor becomes smaller, it takes effect at once.
 
     Attributes:
-        warmup_samples: Samples over which the factor grows to a larger one; 0 for no warm-up.
+        warmup_samples: Samples over which the factor grows to a larger value; 0 for no warm-up.
     """
 
     warmup_samples: int
@@ -52,7 +53,7 @@ class SquareRoot:
     and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022).
 
     Attributes:
-        warmup_samples: Samples over which the rate grows to a larger one; 0 for no warm-up.
+        warmup_samples: Samples over which the rate grows to a larger value; 0 for no warm-up.
         moments: Whether decays and epsilon are scaled as well. None scales them for PyTorch's Adam, AdamW and RMSprop.
     """
 
@@ -77,7 +78,7 @@ def _check_warmup(samples: int) -> None:
 
 
 class RateScaling:
-    """Learning rate factor and progress in samples: those trained or, with `AdaScale`, its steps times `base_batch`."""
+    """Learning rate factor, and progress in samples: samples trained or, for `AdaScale`, its steps × `base_batch`."""
 
     def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:
         if base_batch < 1 or batch < 1:
@@ -191,7 +192,7 @@ class SampleSchedule:
         return {"stepped_at": self._stepped_at, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state. A new `samples_per_step` applies from here on, not to steps already made.
+        """Resume from a saved state. A new `samples_per_step` applies from here on, not to earlier steps.
 
         Args:
             state: A state that `state_dict` returned.

@@ -1,14 +1,14 @@
 """The order of the data: every sample once per epoch, even if the number of ranks changes during the epoch.
 
-The order of an epoch depends on the seed and the epoch alone. It is cut into global batches, independently of the
-number of ranks, and each rank trains its share of each. So one number records how far an epoch has come: how many
-samples of its order *were trained*. The training loop advances it after each step. Iteration doesn't, because loaders
-read several batches ahead.
+The order of an epoch depends on the seed and the epoch alone. The order is cut into global batches, independently of
+the number of ranks, and each rank trains its share of each batch. So one number records how far an epoch has come: how
+many samples from its order *were trained*. The training loop advances this number after each step. Iteration doesn't
+advance it, because loaders read several batches ahead.
 
 A batch is whatever the training loop uses: tensors, arrays, lists, and nests of these. Tuples, named tuples and
-mappings are structures of parts; so is a list that contains a tensor, an array or a structure, which is how
-`DataLoader` returns a tuple. Anything else with a length that can be sliced has rows. Parts without a length (a number,
-None) go to every micro-batch unchanged.
+mappings are structures that consist of parts. So is a list that contains a tensor, an array or a structure, because
+`DataLoader` returns tuples as such lists. Anything else that has a length and can be sliced has rows. Parts without a
+length (a number, None) go to every micro-batch unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
     """Return the positions in a global batch of `samples` samples that a rank trains.
 
     Shares are consecutive, in the order of the ranks, and differ by at most one sample. A share has at least `least`
-    samples unless it is empty or the batch has fewer; the last ranks' shares may be empty.
+    samples unless it is empty or the whole batch has fewer samples. The last ranks' shares may be empty.
     """
     if not 0 <= rank < world:
         raise SettingsError(f"rank={rank} of world={world}: must be from 0 to {world - 1}")
@@ -68,8 +68,8 @@ def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, lea
     """Cut a share of `samples` samples into as few micro-batches as possible, as equal in size as possible.
 
     `most` is the number of samples that fit into memory at once. There are at least `parts` micro-batches; if there are
-    too few samples for that, some have 0. One that is not empty has at least `least` samples if `most` allows it.
-    Returns the sizes, the largest first.
+    too few samples for that, some micro-batches are empty. A micro-batch that is not empty has at least `least` samples
+    if `most` allows it. Returns the sizes, the largest first.
     """
     if most is not None and most < 1:
         raise SettingsError(f"max_micro_batch={most}: must be at least 1, or None for no limit")
@@ -135,8 +135,8 @@ class ElasticSampler(Sampler[list[int]]):
         global_batch: Samples per optimizer step, over all ranks.
         seed: Shuffle seed.
         shuffle: Whether to shuffle each epoch; False keeps the dataset's own order.
-        tail: What happens to the last samples of an epoch, see `Tail`. Only "drop" leaves some of them out, and only
-            "pad" repeats some.
+        tail: What happens to the last samples of an epoch, see `Tail`. Only "drop" leaves samples out, and only "pad"
+            repeats samples.
         rank: Rank of this process. By default, the `torch.distributed` rank at the start of each iteration, or 0.
         world: Number of ranks. By default, the `torch.distributed` world size at the start of each iteration, or 1.
 
@@ -196,7 +196,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def share_rows(self) -> int:
-        """Samples that this rank trains in the next optimizer step; its batch may have more, see `handed_rows`."""
+        """Samples that this rank trains in the next optimizer step; its batch may have more rows, see `handed_rows`."""
         rank, world = self._place
         return len(rank_share(self.batch_samples, world, rank, self._least))
 
@@ -206,7 +206,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self.share_rows or min(self._least, self.batch_samples)
 
     def require_rows(self, least: int) -> None:
-        """Give no rank fewer than `least` rows from the next iteration on; batch normalization needs two, for example.
+        """Give no rank fewer than `least` rows from the next iteration on. Batch normalization, for example, needs two.
 
         Every rank must call this with the same number. `ElasticTrainer` does.
 
@@ -246,7 +246,7 @@ class ElasticSampler(Sampler[list[int]]):
             self.consumed += samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, or resume it if the state is already in it.
+        """Begin an epoch, or resume it if the state is already within it.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -283,17 +283,17 @@ class ElasticSampler(Sampler[list[int]]):
             yield max(self._handed, self.consumed)
 
     def resize(self, global_batch: int, at: int) -> None:
-        """Change the global batch from a position in this epoch on.
+        """Change the size of the global batch from a position in this epoch on.
 
         Every rank must call this with the same arguments. To agree on `at`, exchange the positions that `hold` yields
         and take the largest, while all ranks are still in `hold`.
 
         Args:
             global_batch: Samples per optimizer step, over all ranks.
-            at: Position from which the new batch applies, in samples of the epoch.
+            at: Position from which the new size applies, in samples of the epoch.
 
         Raises:
-            SettingsError: `at` was already read past, or `global_batch` is out of range.
+            SettingsError: Reading has already passed `at`, or `global_batch` is out of range.
         """
         if global_batch < 1 or (self.tail == "drop" and global_batch > self.length):
             raise SettingsError(f"global_batch={global_batch}: must be from 1 to the {self.length} samples of an epoch")
@@ -303,7 +303,7 @@ class ElasticSampler(Sampler[list[int]]):
             self._sizes = [size for size in self._sizes if size[0] < at] + [(at, global_batch)]
 
     def __len__(self) -> int:
-        """Return the number of global batches in this epoch that are not trained yet."""
+        """Return the number of global batches that have not been trained yet in this epoch."""
         count, position = 0, self.consumed
         while position < self.length:
             end = next((at for at, _ in self._sizes if at > position), self.length)
@@ -319,7 +319,7 @@ class ElasticSampler(Sampler[list[int]]):
         """Iterate over this rank's shares of the global batches that are not trained yet, as lists of sample indices.
 
         Raises:
-            SettingsError: The epoch was finished before, or one of several workers has no process group yet.
+            SettingsError: The epoch was already finished, or there are several workers and no process group yet.
         """
         with self._lock:
             if self.finished and self._passed:
@@ -365,7 +365,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self._order[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers and lists. It is the same on every rank and independent of their number."""
+        """Return the state as plain numbers and lists. It is the same on all ranks, however many there are."""
         with self._lock:
             self._indices()
             assert self._order is not None
@@ -383,8 +383,8 @@ class ElasticSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in a world of any size. Iterations in progress end.
 
-        The global batch continues as saved, including changes that `ElasticTrainer` made. But if the `global_batch`
-        argument differs from the saved run's argument, the new argument applies from here on.
+        The global batch keeps its saved size, including changes that `ElasticTrainer` made. But if this sampler's
+        `global_batch` argument differs from the argument in the saved run, the new argument applies from here on.
 
         Args:
             state: A state that `state_dict` returned.

@@ -1,8 +1,8 @@
-"""One optimizer step in progress: how many samples it has over all ranks, and how this rank cuts its share.
+"""One optimizer step in progress: how many samples it has over all ranks, and how this rank splits its share.
 
 A step with a sampler knows every rank's share in advance. If more must be known, the ranks exchange it when the step
-begins, together with whether a rank refuses its batch: all ranks then raise the same error, and none waits for one that
-failed.
+begins. They also exchange whether a rank refuses its batch; if so, all ranks raise the same error, and none waits for a
+rank that failed.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ def begin_step(
 ) -> TrainingStep:
     """Begin a step over the batches that the ranks have, or over the sampler's next global batch.
 
-    Of this rank's batch, `rows` rows count according to the user. `device` is one from which the group's backend can
-    send. Collective without a sampler, with weights, and if all ranks need the same number of micro-batches; if so, all
-    raise the same SettingsError for batches or weights that cannot be used.
+    `rows` is the number of rows that count in this rank's batch, according to the user. `device` is a device from which
+    the group's backend can send. Collective if there is no sampler, if there are weights, or if all ranks need the same
+    number of micro-batches. If the call is collective and batches or weights cannot be used, all ranks raise the same
+    SettingsError.
     """
     world = world_of(group)
     given = mine = 0
@@ -150,7 +151,7 @@ def _own_rows(given: int, rows: int | None, sampler: ElasticSampler | None, grou
 
 
 def _sum_weights(weights: Tensor, given: int, mine: int, rank: int) -> float:
-    """Return the weight of this rank's share. Rows given in place of an empty share are ignored."""
+    """Return the weight of this rank's share. Rows passed in place of an empty share are ignored."""
     if len(weights) != given or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise SettingsError(
             f"weights= of rank {rank}: expected one finite, non-negative number per row of the batch"
@@ -165,7 +166,7 @@ def _sizes(mine: int, world: int, how: StepRequirements) -> list[int]:
 
 
 def _check_counted(everyone: Sequence[Sequence[int]], samples: int, how: StepRequirements) -> None:
-    """Refuse batches that cannot be trained together; all ranks know the sizes of all batches."""
+    """Refuse batches that cannot be trained together. All ranks know the sizes of all batches."""
     _check_rows([mine or given for _, mine, _, given, _ in everyone if given], how)
     if how.all_backward and not all(given for _, _, _, given, _ in everyone):
         raise SettingsError(
@@ -177,7 +178,7 @@ def _check_counted(everyone: Sequence[Sequence[int]], samples: int, how: StepReq
 
 
 def _check_rows(counts: list[int], how: StepRequirements) -> None:
-    """Refuse shares that the module cannot be trained on, on all ranks alike, so that none waits for a failed one."""
+    """Refuse shares that the module cannot be trained on. All ranks refuse, so none waits for a failed rank."""
     if how.strict and any(0 < count < how.least for count in counts):
         raise SettingsError(
             f"a rank has one row for this step, and {ONE_ROW}: give every rank {how.least} rows or none (for the "

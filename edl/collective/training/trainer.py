@@ -1,13 +1,14 @@
-"""The optimizer step that does not depend on the world size: any number of ranks compute a single process's update.
+"""An optimizer step that is independent of the world size: any number of ranks compute a single process's update.
 
 A step's gradient is the mean over the samples of a global batch, optionally weighted per sample. A rank cuts its share
-into micro-batches that fit its memory. The mean loss of a micro-batch of n of the batch's B samples is multiplied by
-W·n/B. The mean over W ranks of the accumulated gradients, which is what DDP computes, is then the mean over the batch,
-however uneven the shares are. Gradients are averaged once per step.
+into micro-batches that fit into its memory. The mean loss of a micro-batch of n of the batch's B samples is multiplied
+by W·n/B. The mean over W ranks of the accumulated gradients, which is what DDP computes, is then the mean over the
+batch, however uneven the shares are. Gradients are averaged once per step.
 
-Layers that depend on how samples are grouped still do. BatchNorm normalizes by the statistics of one micro-batch on one
-rank; SyncBatchNorm depends only on how a step is split into micro-batches. Modules with collectives in their forward
-pass (SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and get it.
+The result still depends on the grouping of samples if a layer depends on it. BatchNorm normalizes by the statistics of
+one micro-batch on one rank; SyncBatchNorm depends only on how a step is split into micro-batches. Modules with
+collectives in their forward pass (SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and the
+trainer makes the same number.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class OptionScaling:
 
     @contextmanager
     def apply(self, factor: float, scale: float) -> Iterator[None]:
-        """Scale options within the block: the rate by `factor`, decays and epsilon for `scale` times the base batch."""
+        """Scale options in the block: multiply the rate by `factor`; fit decays and epsilon to `scale` × base batch."""
         groups = self._optimizer.param_groups
         changed = [self._scaled(group, factor, scale) for group in groups]
         before = [{name: group[name] for name in new} for group, new in zip(groups, changed, strict=True)]
@@ -112,18 +113,18 @@ class ElasticTrainer:
                 trainer.step()
 
     Args:
-        model: The module to train. If you wrapped it as a whole in `DistributedDataParallel` or by `fully_shard`, pass
-            the wrapped module.
-        optimizer: Any PyTorch optimizer of the model's parameters whose `step` needs no closure. Gradients of other
+        model: The module to train. If you wrapped the whole module in `DistributedDataParallel` or with `fully_shard`,
+            pass the wrapped module.
+        optimizer: Any PyTorch optimizer for the model's parameters whose `step` needs no closure. Gradients of other
             parameters are averaged too, but you must apply them: step another optimizer between `synchronize` and
             `step`.
-        sampler: Source of the batches. `step` advances it, and its global batch is the trainer's.
-        global_batch: Samples per step over all ranks, if there is no sampler. The actual number is counted in every
-            step by a small exchange.
-        base_batch: Global batch in samples that the learning rate was chosen for. By default the batch that you asked
-            for, so that a policy has an effect only after the batch changes.
-        max_micro_batch: Samples that fit into this rank's memory at once, None for no limit. Ranks may differ.
-        policy: How the learning rate changes when the batch is not the base batch, see
+        sampler: Source of the batches. `step` advances the sampler, and the trainer uses the sampler's global batch.
+        global_batch: Samples per step over all ranks, if there is no sampler. In every step, the ranks count the actual
+            number by a small exchange.
+        base_batch: Global batch, in samples, that the learning rate was chosen for. The default is the batch that you
+            asked for, so that a policy has an effect only after the batch changes.
+        max_micro_batch: Samples that fit into this rank's memory at once; None for no limit. Ranks may differ.
+        policy: How the learning rate changes when the batch is not the base batch; see
             `edl.collective.training.learning_rate`.
         auto: Bounds within which the trainer chooses the global batch itself. Requires a policy.
         schedule: Learning rate schedule, advanced after every step by the samples trained.
@@ -222,14 +223,14 @@ class ElasticTrainer:
         """Cut this rank's share of a global batch into micro-batches; call `backward` once for each.
 
         If the module needs a backward pass on every rank, a rank without a sample still gets a micro-batch with the
-        fewest rows that the module accepts. It has no weight, but its loss must be finite.
+        fewest rows that the module accepts. This micro-batch has no weight, but its loss must be finite.
 
         Args:
             batch: Tensors, or a nest of them, with one row per sample; see `edl.collective.training.sampler`.
-            rows: Without a sampler, how many of the batch's rows count, all if None. Pass 0 on a rank that has no
-                sample but must have a batch.
+            rows: Without a sampler, how many of the batch's rows count; None if all of them count. Pass 0 on a rank
+                that has no sample but must have a batch.
             weights: Weight of each row of the batch in the mean loss, such as its number of tokens without padding;
-                shape (rows of the batch,). Pass them on every rank or on none. The loss that you pass to `backward`
+                shape (rows of the batch,). Pass weights on every rank or on none. The loss that you pass to `backward`
                 must then be the weighted mean over the micro-batch.
 
         Yields:
@@ -354,18 +355,19 @@ class ElasticTrainer:
     def discard(self, *, retry: bool = False) -> None:
         """Drop the current step after an error. Every rank must do this, in the same step.
 
-        With DDP, either all ranks or none may have begun their last micro-batch. With FSDP, all must have reached the
-        same point. These passes communicate, and a rank that ran one alone stays out of step.
+        With DDP, either all ranks or no rank may have begun its last micro-batch. With FSDP, all ranks must have
+        reached the same point. The passes involved communicate, and a rank that ran such a pass alone would stay out of
+        step with the others.
 
-        All ranks leave the step's samples out of this epoch, and a warning says so, because the loader has already
-        moved on. With `retry` the samples are still due: pass the same batch to `micro_batches` again. Nothing is left
-        out if the sampler was restored or iterated over again since the step began.
+        Because the loader has already moved on, all ranks leave the step's samples out of this epoch, and a warning
+        says so. With `retry`, the samples are still due: pass the same batch to `micro_batches` again. No samples are
+        left out if the sampler has been restored or iterated over again since the step began.
 
         Args:
             retry: Whether you will train the same samples again.
 
         Raises:
-            SettingsError: FSDP holds gradients of the step that cannot be dropped.
+            SettingsError: FSDP holds gradients from the step that cannot be dropped.
         """
         step = self._step
         self._drop_step()
@@ -392,7 +394,7 @@ class ElasticTrainer:
             self._meter.discard_step()
 
     def resize(self, global_batch: int) -> None:
-        """Change the global batch as soon as the batches that the ranks' loaders have read ahead are trained.
+        """Change the global batch once the batches that the ranks' loaders have read ahead are trained.
 
         Every rank must call this after the same step.
 
@@ -407,7 +409,7 @@ class ElasticTrainer:
             self.sampler.resize(global_batch, at=max(place for (place,) in places))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs in addition to model, optimizer and sampler; the same on every rank."""
+        """Return what a checkpoint needs besides model, optimizer and sampler. It is the same on every rank."""
         return {
             "version": _VERSION,
             "asked": self._asked,
@@ -421,7 +423,8 @@ class ElasticTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in a world of any size. Load the sampler's state as well.
 
-        A `global_batch` argument that differs from the saved run's applies from here on.
+        If this trainer's `global_batch` argument differs from the argument in the saved run, the new argument applies
+        from here on.
 
         Args:
             state: A state that `state_dict` returned, on any rank of any world.

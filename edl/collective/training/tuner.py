@@ -1,13 +1,15 @@
-"""Automatic batch sizes: measures a run's steps, chooses the batch with the best goodput, and logs the decision.
+"""Automatic batch sizes: measures a run's steps, chooses the batch with the best goodput, and logs each decision.
 
-Qiao et al., "Pollux", OSDI 2021, section 3: with a step time T, a noise scale of phi samples (`gradients`) and the base
-batch B0 that the learning rate was chosen for, the goodput of a batch B is B/T · (phi + B0)/(phi + B). T is the time
-from one step to the next, so it includes the wait for the loader. With s micro-batches of m rows on each of W ranks,
+Follows Qiao et al., "Pollux", OSDI 2021, section 3. For a step time T, a noise scale of phi samples (`gradients`) and
+the base batch B0 that the learning rate was chosen for, the goodput of a batch B is B/T · (phi + B0)/(phi + B). T is
+the time from one step to the next, so it includes the wait for the loader. With s micro-batches of m rows on each of W
+ranks, T is modelled as
 
     T = s·(a + b·m) + c + d·(W - 2),   where c and d are 0 for W = 1
 
-fitted by least squares of the relative errors. How far sending gradients overlaps with computing them is left out: a
-batch at most doubles at once, and its time is then measured.
+The costs a, b, c and d are fitted by least squares of the relative errors. The model leaves out how far sending
+gradients overlaps with computing them. That is acceptable because a batch at most doubles at once, and the time of the
+new batch is then measured.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ StepShape: TypeAlias = tuple[int, int, int]  # ranks; rows per micro-batch and m
 
 
 def fit_step_time(measured: Mapping[StepShape, float]) -> npt.NDArray[np.float64]:
-    """Find the a, b, c and d that explain the measured seconds best. None is negative.
+    """Find the a, b, c and d that best explain the measured seconds. None of them is negative.
 
-    A cost that cannot be told from the others is 0; with a single shape, all of its time is that of its rows.
+    A cost that cannot be distinguished from the other costs is 0. With a single shape, the whole step time is
+    attributed to the rows.
     """
     table = np.array([_terms(*shape) for shape in measured]) / np.array([[seconds] for seconds in measured.values()])
     free: list[int] = []
@@ -66,7 +69,7 @@ class AutoBatch:
         least: Samples of the smallest global batch.
         most: Samples of the largest global batch.
         every_steps: Steps between two decisions.
-        margin: Smallest gain in goodput for which the batch changes, as a fraction of the current goodput.
+        margin: Smallest gain in goodput, as a fraction of the current goodput, for which the batch changes.
     """
 
     least: int
@@ -82,7 +85,7 @@ class AutoBatch:
 
 
 def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
-    """Return the progress that a sample makes, relative to one in the base batch. `noise_scale` may be infinite."""
+    """Return a sample's progress, relative to a sample in the base batch. `noise_scale` may be infinite."""
     if math.isinf(noise_scale):
         return 1.0
     return (noise_scale + base_batch) / (noise_scale + batch)
@@ -100,11 +103,12 @@ def choose_batch_size(
 ) -> tuple[int, str]:
     """Choose the global batch with the largest goodput that the model predicts. Returns it with a line for the log.
 
-    A batch outside the bounds moves to the nearest bound. Otherwise it at most doubles at once (or grows to one sample
-    per rank), because the model is fitted to what was measured. If only one micro-batch shape was measured, a step's
-    fixed cost cannot be told from that of its rows; the batch is then doubled if that wastes little.
+    A batch outside the bounds moves to the nearest bound. Otherwise, the batch at most doubles at once (or grows to one
+    sample per rank), because the model is fitted only to sizes that were measured. If only one micro-batch shape was
+    measured, a step's fixed cost cannot be distinguished from the cost of its rows; the batch is then doubled if that
+    wastes little.
 
-    `noise_scale` is None if it is not known yet. `max_micro_batch` is the smallest of all ranks.
+    `noise_scale` is None if it is not known yet. `max_micro_batch` is the smallest value on any rank.
     """
     inside = min(max(batch, settings.least), settings.most)
     if inside != batch:
@@ -142,7 +146,7 @@ def choose_batch_size(
 
 
 def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
-    """Return rows and number of micro-batches on the rank with most; a rank alone needs two groups to measure noise."""
+    """Return rows and number of micro-batches on the rank with the most; a lone rank needs two to measure noise."""
     rows = -(-batch // world)
     parts = -(-rows // max_micro_batch) if max_micro_batch else 1
     if world == 1:
@@ -167,7 +171,7 @@ _KEPT = 32  # settings whose times are kept: older ones are of batches no longer
 
 
 class BatchSizeTuner:
-    """Collects step times and decides on the batch every so often. Its saved state is the same on every rank."""
+    """Collects step times and decides on the batch at intervals. Its saved state is the same on every rank."""
 
     def __init__(self, settings: AutoBatch, base_batch: int) -> None:
         self.settings = settings
@@ -187,9 +191,9 @@ class BatchSizeTuner:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> int:
-        """Record a step, and every `every_steps` steps choose the batch. Returns the batch from now on. Collective.
+        """Record a step, and choose the batch every `every_steps` steps. Returns the new or current batch. Collective.
 
-        `seconds` is the time since the step before on this rank, or None if the step should not be counted.
+        `seconds` is the time since the previous step on this rank, or None if the step should not be counted.
         """
         if self._setting != (world, batch):
             self._setting = (world, batch)

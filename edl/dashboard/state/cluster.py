@@ -1,7 +1,7 @@
 """Reads jobs and pools in a Kubernetes cluster for the page, `edl jobs` and `edl status`.
 
-Anyone with rights on an object may have written its fields: each is checked and bounded, or None. Nothing here writes
-to a cluster.
+Anyone with rights on an object may have written its fields. Each field is therefore checked and bounded; an invalid
+field becomes None. Nothing here writes to a cluster.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from edl.master.kube.members.pods import (
 from edl.quoting import shown
 
 _MAX_MESSAGE: Final = 4096
-"""Maximum length of a message: as much as Kubernetes keeps of a container's last message, such as a traceback."""
+"""Maximum length of a message, the same as in Kubernetes for a container's last message, such as a traceback."""
 _MAX_MEMBERS: Final = 2000
 """Maximum number of a job's members on the page."""
 _ENDED: Final = ("Succeeded", "Failed")
 _TRIED_AGAIN: Final = ("ObjectRefused", "AccessDenied", "QuotaExceeded")
-"""Reasons of Accepted=False that come from the API server, not from the spec: the operator retries."""
+"""Reasons for Accepted=False that come from the API server, not from the spec: in these cases, the operator retries."""
 
 _Json = Mapping[str, Any]
 
@@ -184,7 +184,7 @@ def read_cluster(
 _MAX_SHOWN: Final = 100
 """Maximum number of jobs on the page, the same as for a Store."""
 _EVERY_S: Final = 2.0
-"""Poll interval, with three lists per namespace: the operator changes a status about as often."""
+"""Poll interval; a poll sends three lists per namespace. The operator changes a status about equally often."""
 _AWAY_S: Final = 10.0
 """Pause after a failed poll, which may have taken the full timeout and delayed the rest of the page."""
 _SHARE: Final = 0.2
@@ -202,7 +202,7 @@ class ClusterView:
         self._next = 0.0
 
     def latest(self) -> KubernetesStatus:
-        """Return the current state, refreshed if due; `stale` says why it is old."""
+        """Return the current state, refreshed if due; if it is old, `stale` says why."""
         began = time.monotonic()
         if began >= self._next:
             try:

@@ -1,7 +1,8 @@
 """The history of jobs and services: the points of charts.
 
-Points come from three bounded sources: reads by the page's own process; the ledger of a job, which says how the time
-without a page was spent; and figures of the last hours that a store's process keeps (`StoreSampler`, `read_kept`).
+Points come from three bounded sources: reads by the page's own process; a job's ledger, which records how the time was
+spent while no page was served; and figures for the last hours, which a store's process keeps (`StoreSampler`,
+`read_kept`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from edl.errors import DiscoveryError
 logger = logging.getLogger(__name__)
 
 MAX_POINTS: Final = 600
-"""20 minutes with a point every 2 s, and days of sparser ones; below 120 KB of JSON per job."""
+"""Enough for 20 minutes with a point every 2 s, or for days with sparser points; less than 120 KB of JSON per job."""
 FROM_LEDGER: Final = 300
 """Maximum number of points from the ledger of a running job: the other half is for new points."""
 FROM_ENDED: Final = 100
-"""Maximum number of points of an ended job, since there may be many: enough for a chart, in 20 KB of JSON."""
+"""Maximum number of points of an ended job: enough for a chart, in 20 KB of JSON. There may be many ended jobs."""
 
 
 class _Point(Protocol):
@@ -58,7 +59,7 @@ class History(Generic[P]):
         return self._points[-1].t if self._points else 0.0
 
     def append(self, point: P) -> None:
-        """Append a point if it is newer than the last one; otherwise the clock went back."""
+        """Append a point only if it is newer than the last one: the clock may have gone back."""
         if self._points and point.t <= self._points[-1].t:
             return
         self._points.append(point)
@@ -77,8 +78,8 @@ def points_of_ledger(
 ) -> list[JobPoint]:
     """Return at most `most` points of a job's past, after `after_t` and up to `until_t`.
 
-    Its spans say how the time without a dashboard was spent, so a page opened late shows the whole job. `until_t` is
-    needed because a node's clock may be ahead of this machine's.
+    The job's spans record how the time was spent while no dashboard was running, so a page that is opened late shows
+    the whole job. `until_t` is needed because a node's clock may be ahead of this machine's.
     """
     points = []
     sums = [0] * len(TimeCategory)
@@ -141,7 +142,7 @@ class StoreSampler:
         self._readers: tuple[JobReader, ServiceReader] | None = None
 
     def __call__(self, store: Store) -> dict[str, dict[str, float | None]]:
-        """Read the store, which must be the same one each time; DiscoveryError if it cannot be read."""
+        """Read the store, which must be the same store at each call; DiscoveryError if it cannot be read."""
         if self._readers is None:
             self._readers = JobReader(store), ServiceReader(store, KeyRegistry(store))
         now_s = time.time()
@@ -160,7 +161,7 @@ class StoreSampler:
 
 
 def read_kept(store: Store, names: Collection[str], look: int) -> dict[str, list[Any]]:
-    """Return the points of the named series, "jobs/JOB" and "services/SERVICE", that the store's process keeps."""
+    """Return the points that the store's process keeps for the named series, "jobs/JOB" and "services/SERVICE"."""
     found: dict[str, list[Any]] = {}
     try:
         for name, rows in store.series():

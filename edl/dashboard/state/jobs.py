@@ -24,7 +24,7 @@ LAST_EVENTS: Final = 50
 _STATES: Final = {"leading": "running", "done": "done", "stopped": "down", "silent": "down"}
 """State of a job with only a master, by the master's state."""
 _MAX_REASON: Final = 300
-"""Maximum length of a reason why a record is unreadable, which may quote the record."""
+"""Maximum length of the reason why a record is unreadable; the reason may quote the record."""
 
 
 class JobReader:
@@ -99,7 +99,7 @@ def job_status(
 
 
 def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
-    """Read a job for `edl status`; SettingsError if there is none, ProtocolError for another version's records."""
+    """Read a job for `edl status`; SettingsError if there is none, ProtocolError if another version wrote it."""
     now_s = time.time()
     summary = None
     try:

@@ -41,30 +41,31 @@ from edl.quoting import shown
 from edl.settings import Credentials
 
 MAX_JOBS: Final = 100
-"""Maximum number of jobs on the page: running, then ended ones. A Store keeps a ledger until its name is reused."""
+"""Maximum number of jobs on the page, running jobs first. A Store keeps a job's ledger until the name is reused."""
 _SAMPLE_S: Final = 2.0
-"""Time between two points of a history: as fine as a chart shows."""
+"""Time between two points of a history: a chart shows no finer detail."""
 _GAP_S: Final = 10.0
-"""After this long without a look, the ledger fills the gap."""
+"""After this long without a look, points from the job's ledger fill the gap in its history."""
 _AWAY_S: Final = 30.0
-"""After this long without a look, the figures of that time are read from the store's process."""
+"""After this long without a look, the figures for that time are read from the store's process."""
 _ROUNDING_S: Final = 0.01
 """Smaller differences between times of a job's end are rounding errors."""
 _TIMEOUT_S: Final = 3.0
-"""Timeout of a request to the Store: a look takes a few, and should end before a user gives up on the page."""
+"""Timeout of a request to the Store: a look sends a few requests, and should end before a user gives up."""
 
 
 class StateReader:
     """Reads the state repeatedly; `looks` counts the reads. Not thread-safe.
 
-    Opens Store and registry at the first read, and retries at later reads if that fails.
+    Opens the Store and the registry at the first read; if that fails, retries at later reads.
 
     Args:
         url: URL of the Store, and of the registry unless `registry_url` is given.
-        registry_url: URL where teachers register; None for the same.
+        registry_url: URL where teachers register; None for `url`.
         job: The only job to show; None for all.
         credentials: Credentials for `open_store`.
-        cluster: The cluster whose jobs and pools to show; None for none. Closed with the reader.
+        cluster: The cluster whose jobs and pools to show; None for none. The cluster's connections are closed with the
+            reader.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class StateReader:
             self._open()
 
     def read(self) -> DashboardState:
-        """Return the current state; during an outage of the Store or registry the last known one, with `stale` set."""
+        """Return the current state or, in an outage of the Store or registry, the last known one with `stale` set."""
         now_s = time.time()
         self.looks += 1
         kubernetes = self._cluster.latest() if self._cluster is not None else None

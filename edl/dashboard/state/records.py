@@ -1,4 +1,4 @@
-"""Reads records of masters and the advisor: each field has its type and is bounded, or is None."""
+"""Reads records from masters and the advisor: each field has the right type and is bounded, or is None."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _hints: Final[Callable[[Any], Mapping[str, Any]]] = functools.cache(typing.get_t
 def read_fields(kind: type[D], row: Mapping[str, Any], **given: Any) -> D:
     """Read a dataclass from a JSON object: each field by name and checked by type, except those given.
 
-    Types are str, bool, float, int (at least 0), these or None, and tuples of such dataclasses.
+    A field's type may be str, bool, float, int (at least 0), one of these or None, or a tuple of such dataclasses.
     """
     values: dict[str, Any] = {}
     for name, hint in _hints(kind).items():
@@ -86,7 +86,7 @@ _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
 SHARD_STATES: Final = ("todo", "doing", "done", "poisoned")
 """The states of a shard, in order."""
 SILENT_S: Final = 30.0
-"""A leading master writes a report about once a second; after this long without one, it or the Store was down."""
+"""A leading master reports about once a second; after this long without a report, the master or the Store was down."""
 _DECISIONS: Final = frozenset({"poisoned", "retried", "takeover"})
 """Kinds of events that are decisions of the master."""
 

@@ -28,7 +28,7 @@ class KubernetesCondition:
 
 @dataclass(frozen=True)
 class KubernetesMemberEnd:
-    """How the last process of a member ended; `message` is the end of its traceback, or its other last message."""
+    """How a member's last process ended; `message` is the end of its traceback, or else its last message."""
 
     cause: str
     exit_code: int | None
@@ -48,8 +48,8 @@ class KubernetesMember:
         detail: Reason for the state.
         attempt: Number of its previous pods.
         failures: Number of failures, by cause.
-        memory_factor: Factor on the template's memory, after it ran out of memory.
-        not_before: Time before which it gets no new pod.
+        memory_factor: Factor by which the template's memory is multiplied after the member ran out of memory.
+        not_before: Time before which the member gets no new pod.
     """
 
     name: str
@@ -79,9 +79,9 @@ class KubernetesWorkload:
         wanted: Wanted number of members.
         scaling: "auto" or "external".
         progress: Percentage.
-        remaining_s: Estimated time until it is done.
+        remaining_s: Estimated time until the job is done.
         message: Reason for the phase.
-        borrowed: Number of teachers beyond the minimum, on idle resources.
+        borrowed: Number of teachers beyond the minimum, which run on idle resources.
         queue: Kueue queue.
         members: Members by role and index.
     """
@@ -111,7 +111,7 @@ class KubernetesWorkload:
     members: tuple[KubernetesMember, ...]
 
     def condition(self, kind: str) -> KubernetesCondition | None:
-        """Return the condition of a type; None if missing."""
+        """Return the condition of the given type; None if there is none."""
         return next((item for item in self.conditions if item.type == kind), None)
 
 
@@ -135,7 +135,7 @@ class KubernetesStatus:
 
 
 _OLD_S: Final = 60.0
-"""Age from which a wanted count is old: masters write it every 10 s. The page uses the same limit."""
+"""Age after which a wanted count is old: masters write the count every 10 s. The page uses the same limit."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class DatasetStatus:
         finished: Whether nothing is left to do.
         ended: Whether the number of units is final; for a growing source it is not.
         units_done: Units done in all epochs.
-        eta_s: Time until the dataset is done at this rate.
+        eta_s: Time until the dataset is done at the current rate.
         poisoned: The first poisoned shards.
     """
 
@@ -264,7 +264,7 @@ class MasterStatus:
         journal: Where progress is stored.
         commands: Number of commands in the journal.
         time: Time of the report.
-        datasets: Data sets with poisoned shards first, then by name.
+        datasets: Data sets, those with poisoned shards first, then by name.
         events: The last events, oldest first.
     """
 
@@ -290,8 +290,8 @@ class JobPoint:
             was spent.
         goodput: Goodput since the job began.
         samples_per_s, steps_per_s: Rates at that moment; None for times before the dashboard read the job.
-        world_size: Ranks.
-        units_per_s: Rate of all datasets of its master.
+        world_size: Number of ranks.
+        units_per_s: Rate over all datasets of the job's master.
         look: Number of the dashboard's look that added the point; not in the JSON.
     """
 
@@ -353,7 +353,7 @@ class TeacherStatus:
 
 @dataclass(frozen=True)
 class ServicePoint:
-    """A point in a service's history at time `t`: totals of its live teachers, and its students' mean share of waiting.
+    """A service's history at time `t`: totals over its live teachers, and the mean share of time its students wait.
 
     `look` is the number of the look that added the point; it is not in the JSON.
     """

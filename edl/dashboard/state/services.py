@@ -1,6 +1,6 @@
-"""Reads services: the registry's teachers joined with the load that they and students report; and merges events.
+"""Reads services (the registry's teachers, joined with the load that teachers and students report); merges events.
 
-A registry keeps no history: comparing two reads shows which teachers and students joined, changed and left.
+A registry keeps no history, so two reads are compared to find which teachers and students joined, changed and left.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_all_w
 from edl.settings import DiscoverySettings
 
 _LINGER_S: Final = 15.0
-"""How long a student without a reader is still listed: one that creates a reader per epoch publishes again by then."""
+"""How long a student without a reader is still listed: a student with one reader per epoch publishes again by then."""
 _LOAD: Final = ("rows_per_s", "queue_rows", "compute_share", "rows", "compute_s", "workers")
-"""Fields that a teacher's status has from its load record."""
+"""Fields that a teacher's status takes from its load record."""
 _READER: Final = re.compile(r"(.+)-[0-9a-f]{8}")
 """Id of a reader: its process and random digits."""
 
@@ -64,7 +64,7 @@ class ServiceReader:
         return services, wanted, unreadable
 
     def _merge_readers(self, service: str, load: ServiceLoad | None, now_s: float) -> list[StudentRate]:
-        """Return a service's students. All readers of a process, concurrent or successive, are one student."""
+        """Return a service's students. All readers of a process, concurrent or successive, count as one student."""
         known = self._students[service]
         rates = {rate.id: rate for rate in (load.students if load is not None else ())}
         for rate in rates.values():
@@ -83,7 +83,7 @@ class ServiceReader:
 
 
 class _Student:
-    """The readers of a process, with totals of its closed ones: counters must not decrease when a reader is closed."""
+    """A process's readers, with totals over closed readers: counters must not decrease when a reader is closed."""
 
     last: StudentRate
 
@@ -163,7 +163,7 @@ _STATES: Final = {
 
 
 def find_changes(before: Sequence[ServiceStatus], after: Sequence[ServiceStatus], now_s: float) -> Iterator[EventRow]:
-    """Yield the events between two reads. A registry keeps no history: an event has the time of the second read."""
+    """Yield the events between two reads. A registry keeps no history, so an event has the time of the second read."""
     old = {service.service: service for service in before}
     new = {service.service: service for service in after}
     for name in sorted(old.keys() | new.keys()):
@@ -204,13 +204,13 @@ _RENAMED: Final = {
     "restart": "the workers restart",
     "faulty": "the host is excluded",
 }
-"""Texts for EDL's decisions, whose own text is the cause."""
+"""Texts for events that are EDL's decisions: such an event's own text only gives the cause."""
 
 
 def merge_events(
     jobs: Iterable[JobStatus], services: Iterable[ServiceStatus], changes: Iterable[EventRow] = ()
 ) -> tuple[EventRow, ...]:
-    """Return the last events of all jobs and services, newest last; `changes` are those found between reads."""
+    """Return the last events of all jobs and services, newest last; `changes` are the events found between reads."""
     found: list[EventRow] = list(changes)
     for job in jobs:
         found += _job_events(job)

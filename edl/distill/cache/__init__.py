@@ -1,7 +1,8 @@
 """Caches soft labels, so that teachers are asked only once for inputs that do not change.
 
-`SoftLabelCache` stores rows by sample id, separately for each `CacheKey` (everything else that an answer depends on),
-in memory or in a folder that several processes may share. `load_labels` reads a whole folder.
+`SoftLabelCache` stores rows by sample id, separately for each `CacheKey`, which holds everything else that an answer
+depends on. It keeps them in memory, or in a folder that several processes may share. `load_labels` reads a whole
+folder.
 """
 
 from __future__ import annotations

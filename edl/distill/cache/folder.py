@@ -2,14 +2,16 @@
 
 ::
 
-    key      what labels depend on (`CacheKey` as JSON), the layout of their records, their data set
-    label    a record under a key and sample id, with a checksum; numbers grow, so the lowest is the oldest
+    key      what labels depend on (`CacheKey` as JSON), the layout of their records, their data set label    a record
+    under a key and sample id, with a checksum; the label with the lowest number is the oldest
 
-Several processes share the database; in WAL mode none waits to read. The labels of a `put` are one transaction, without
-a sync (`synchronous = NORMAL`): a killed process loses nothing, a power failure everything since the last `flush`.
+Several processes may share the database, which is in WAL mode, so that no process waits to read. Each `put` writes its
+labels in one transaction, without a sync (`synchronous = NORMAL`). No labels are lost if the process is killed; a power
+failure may lose all labels since the last `flush`.
 
-A key's number is random, and changes when its labels are discarded because the data changed. Each transaction checks
-the number that its process began with, so no label of the old data is added afterwards.
+A key's number is random, and changes when the key's labels are discarded because the data changed. Each transaction
+checks that the key still has the number that the process read first, so no label of the old data is added after the
+change.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class Namespace:
         self._seed: tuple[RowLayout | None, int] = (None, 0)
 
     def checksum(self, sample: SampleId, record: bytes) -> int:
-        """Return the checksum of a label's key, layout, id and bytes."""
+        """Return the checksum over a label's key, layout, id and bytes."""
         if self._seed[0] is not self.layout:
             self._seed = self.layout, zlib.crc32(f"{self.text} {self.layout}".encode())
         return zlib.crc32(record, zlib.crc32(repr(sample).encode(), self._seed[1]))
@@ -95,8 +97,9 @@ class Namespace:
 class LabelFolder:
     """Reads and writes labels; creates nothing if `read_only`. Thread-safe.
 
-    Counts the labels `evicted` to make room, and the `failures` of `put`; `failure` is the last one. Remembers labels
-    found `damaged`, and why the folder was last `unreadable`.
+    `evicted` counts the labels deleted to make room, and `failures` the failed calls of `put`; `failure` describes the
+    last failed call. `damaged` holds the labels found to be damaged, and `unreadable` the reason why the folder could
+    last not be read.
     """
 
     def __init__(self, path: object, limit_bytes: int | None = None, *, read_only: bool = False) -> None:
@@ -148,12 +151,12 @@ class LabelFolder:
             raise TemporaryError(f"{lost} rows could not be written: {self.failure}")
 
     def _sync(self) -> None:
-        """Sync the journal. SQLite syncs the pages that it moves from there into the database."""
+        """Sync the journal. SQLite itself syncs the pages that it moves from the journal to the database."""
         with contextlib.suppress(FileNotFoundError), Path(f"{self.path / _DATABASE}-wal").open("rb") as journal:
             os.fsync(journal.fileno())
 
     def close(self) -> None:
-        """Sync to disk, and close the database. May be called twice. Not for a forked child."""
+        """Sync to disk, and close the database. May be called twice, but not in a forked child."""
         if os.getpid() != self._pid:
             return
         self._lost = 0  # these were logged
@@ -195,7 +198,7 @@ class LabelFolder:
         return [sample for (sample,) in self._query(sql, space.text)]
 
     def read(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, bytes]:
-        """Return the records of these ids, without missing and damaged ones."""
+        """Return the records with these ids, except missing and damaged ones."""
         records: dict[SampleId, bytes] = {}
         self.refresh(space)
         if len(self._verified) > _MOST_VERIFIED:
@@ -217,7 +220,7 @@ class LabelFolder:
         return records
 
     def read_all(self, space: Namespace) -> Iterator[dict[SampleId, bytes]]:
-        """Yield all records except damaged ones, some at a time."""
+        """Yield all records except damaged ones, a few at a time."""
         ids = self.ids(space)
         for start in range(0, len(ids), READ_AT_ONCE):
             yield self.read(space, ids[start : start + READ_AT_ONCE])
@@ -233,12 +236,12 @@ class LabelFolder:
     # The data set of the labels
 
     def data_set(self, space: Namespace) -> str:
-        """Return the text of `note_data_set`, empty if unknown. From now on `space` belongs to these data."""
+        """Return the text that `note_data_set` recorded, or "". From now on, `space` belongs to this data set."""
         space.number, _, space.data_set = self._found_key(space) or (None, None, "")
         return space.data_set
 
     def check_data_set(self, space: Namespace) -> None:
-        """Raise `ConflictError` if labels were discarded for other data since `data_set` or `note_data_set`."""
+        """Raise `ConflictError` if labels were replaced by other data's since `data_set` or `note_data_set`."""
         found = self._found_key(space)
         if found is not None:
             if space.number not in (None, found[0]):
@@ -246,10 +249,11 @@ class LabelFolder:
             space.data_set = found[2]
 
     def note_data_set(self, space: Namespace, text: str, *, relabel: bool = False) -> None:
-        """Record which data the labels belong to, for a later process to compare. Call this before reading labels.
+        """Record which data the labels belong to, so that a later process can compare. Call this before reading labels.
 
-        With `relabel`, also delete the labels, which belong to other data. Raises `ConflictError` if another process
-        recorded other data since `data_set` was called, and `TemporaryError` if the folder could not be written.
+        With `relabel`, also delete the existing labels, because they belong to other data. Raises `ConflictError` if
+        another process recorded other data since `data_set` was called, and `TemporaryError` if the folder could not be
+        written.
         """
         with self._writing.transaction() as db:
             number, _, there = self._row_of(db, space)
@@ -271,7 +275,7 @@ class LabelFolder:
     # Writing
 
     def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        """Add labels. Those that cannot be written are logged and counted, and will be requested again."""
+        """Add labels. Labels that cannot be written are logged and counted, and will be requested again."""
         try:
             self._write(space, records)
             self._has_written = True
@@ -306,7 +310,7 @@ class LabelFolder:
             db.executemany(f"INSERT INTO label ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def _make_room(self, db: sqlite3.Connection, key: int, labels: int, pages: int, most_pages: int) -> None:
-        """Delete the oldest labels, `labels` at a time, until `pages` more fit into `most_pages`."""
+        """Delete the oldest labels, `labels` at a time, until `pages` more pages fit into `most_pages`."""
 
         def count(pragma: str) -> int:
             return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
@@ -341,7 +345,7 @@ class LabelFolder:
         return number
 
     def _row_of(self, db: sqlite3.Connection, space: Namespace) -> tuple[int, str | None, str]:
-        """Return number, layout and data set of a key. The key is added if missing, as after the folder was deleted."""
+        """Return a key's number, layout and data set. Add the key if missing, for example in a deleted folder."""
         new = space.number or secrets.randbits(_NUMBER_BITS), space.text, space.data_set
         db.execute("INSERT OR IGNORE INTO key (number, text, data_set) VALUES (?, ?, ?)", new)
         row: tuple[int, str | None, str] | None = db.execute(_KEY, (space.text,)).fetchone()
@@ -351,14 +355,14 @@ class LabelFolder:
 
 
 def folder_path(path: object) -> Path:
-    """Return the path of a named folder. An empty name, which would mean the current folder, is refused."""
+    """Return a named folder's path. Refuse an empty name, which would mean the current folder."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise SettingsError(f"{path!r} does not name a folder of labels: pass a path such as 'labels'")
     return Path(path)
 
 
 class _Database:
-    """A connection to a folder's database, reopened if another database replaced it."""
+    """A connection to a folder's database, reopened if another database has replaced the file."""
 
     def __init__(self, folder: Path, read_only: bool) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Reads a whole folder of labels as arrays, for programs that train without a reader."""
+"""Loads all labels of a folder as arrays, for programs that train without a reader."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from edl.protocol.tensors import Array
 
 @dataclass(frozen=True, eq=False)
 class LabelSet:
-    """All labels of a key, in memory: of rows, or of sequences with varying numbers of rows.
+    """All labels of a key, in memory: either for rows, or for sequences with varying numbers of rows.
 
     Attributes:
         key: The teacher and the data set of the labels.
         ids: Sample ids, sorted, integers before strings; [rows] or [sequences].
-        outputs: Arrays [rows, ...] or `TopK`, in the order of `ids`; for sequences, the concatenated rows of all.
-        sequences: Ids, lengths and fingerprints of the sequences, in the order of `ids`; None for labels of rows.
+        outputs: Arrays [rows, ...] or `TopK`, in the order of `ids`; for sequences, the concatenated rows of all
+            sequences.
+        sequences: Ids, lengths and fingerprints of the sequences, in the order of `ids`; None if the labels are for
+            rows.
     """
 
     key: CacheKey
@@ -46,7 +48,7 @@ class LabelSet:
             ids: Ids of the samples, [rows], a sequence or an integer array.
 
         Raises:
-            SettingsError: Some samples have no label, or the labels are of sequences.
+            SettingsError: Some samples have no label, or the labels are for sequences.
         """
         if self.sequences is not None:
             raise SettingsError("these are labels of sequences: read them with of_sequences(ids) or padded(ids, mask)")
@@ -58,7 +60,7 @@ class LabelSet:
 
         Args:
             ids: Ids of the sequences.
-            inputs: The texts themselves, to check that they are the ones labelled: by name of the teachers' input,
+            inputs: The texts themselves, to check that these texts were labelled: by name of the teachers' input,
                 [tokens, ...] for each sequence. None to trust the ids.
 
         Raises:
@@ -70,12 +72,12 @@ class LabelSet:
         return [{name: output[rows] for name, output in self.outputs.items()} for rows in index]
 
     def padded(self, ids: Ids, mask: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Array | TopK]:
-        """Return the outputs of a batch of padded sequences, [sequences, length, ...], with 0 outside tokens.
+        """Return the outputs for a batch of padded sequences, [sequences, length, ...], with 0 in the padding.
 
         Args:
             ids: Ids of the sequences; sequences without tokens are not looked up.
             mask: Token mask, 0 and 1 [sequences, length], such as a collator's `attention_mask`; an array or a tensor.
-                A sequence must have as many tokens as when labelled.
+                A sequence must have as many tokens as it had when it was labelled.
             inputs: The texts themselves, as for `of_sequences`: [sequences, length, ...] by input name.
 
         Raises:
@@ -158,9 +160,9 @@ def load_labels(
         top_k = labels.padded(batch["id"], batch["attention_mask"])["logprobs"]  # TopK of [sequences, length, k]
 
     Args:
-        path: A folder, or several, if each machine wrote to its own. If several have a label for one sample, the last
-            folder's label counts.
-        key: Which labels to read, if the folders have those of several teachers or data sets.
+        path: A folder, or several folders, if each machine wrote to its own. If several folders have a label for the
+            same sample, the label in the last folder counts.
+        key: Which labels to read, if the folders have labels from several teachers or for several data sets.
 
     Returns:
         All labels of the key, in memory.

@@ -1,10 +1,10 @@
-"""Labels: the key and the id under which each is stored, and the encoding of its outputs as bytes, its record.
+"""Labels: the key and id under which each label is stored, and its record, the encoding of its outputs as bytes.
 
-Ids may have fingerprints of the inputs, which distinguish texts that appear under the same id: always for sequences
-(`SequenceIds`), for one row in 16 otherwise (`RowIds`).
+Ids may have fingerprints of the inputs, which tell different inputs under the same id apart. All sequences have one
+(`SequenceIds`); of rows, one in 16 has one (`RowIds`).
 
-A record is the fingerprint of the sample's inputs (0 if not computed), followed by the sample's rows: one, or those of
-a sequence. A row is its columns in order; `TopK` is three columns.
+A record is the fingerprint of the sample's inputs (0 if not computed), followed by the sample's rows: a single row, or
+all rows of a sequence. A row consists of its columns in order; a `TopK` takes three columns.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ class CacheKey:
 
     Attributes:
         model: The model's name in requests.
-        version: The model's version as named by the answer, or by the model's metadata if answers name none. A
+        version: The model's version as stated in the answer, or in the model's metadata if answers do not state it. A
             different version is a different teacher.
-        outputs: Names of the outputs kept.
+        outputs: Names of the outputs that the labels contain.
         top_k: The k of `TopK` labels, None for whole outputs.
         temperature: The temperature of `TopK` labels; without `top_k` it has no effect and becomes 1.
-        dtype: "float16" or "float32" if the labels were requested or stored as that, None for the model's own.
-        dataset: The user's tag for what the ids mean: the data set, its version, how samples are augmented. Ids of an
-            augmented sample must name the augmentation too (for example `f"{index}/{seed}"`).
+        dtype: "float16" or "float32" if the labels were requested or stored in that type, None for the model's own
+            type.
+        dataset: The user's tag for what the ids mean: the data set, its version, how samples are augmented. The id of
+            an augmented sample must also identify the augmentation (for example `f"{index}/{seed}"`).
         service: The source of the version: the service's name, or the endpoints of fixed teachers. Version "1" of a
-            different service is a different model. Empty if the teachers say that the version is a hash of the weights,
-            as `edl serve` does: it is then the same model wherever it is served.
+            different service is a different model. Empty if the teachers report that the version is a hash of the
+            weights, as `edl serve` does: models with the same version are then the same, wherever they are served.
         inputs: Sorted names of the inputs sent, if the teachers do not say which inputs their model has.
 
     Raises:
@@ -85,7 +86,7 @@ class CacheKey:
         object.__setattr__(self, "temperature", float(self.temperature) if self.top_k is not None else 1.0)
 
     def to_json(self) -> str:
-        """Return the same text for equal keys. Fields that older files lack are omitted if empty."""
+        """Return the key as JSON, the same text for equal keys. Empty fields that older files lack are omitted."""
         fields = {name: value for name, value in asdict(self).items() if value or name not in ("service", "inputs")}
         return json.dumps(fields, sort_keys=True, ensure_ascii=True)
 
@@ -128,11 +129,11 @@ def as_ids(ids: Ids) -> list[SampleId]:
 
 
 class RowIds(list[SampleId]):
-    """Sample ids of rows, with fingerprints of some rows' inputs, to notice that a data set has changed.
+    """Sample ids of rows, with fingerprints of some rows' inputs, to detect that a data set has changed.
 
     Args:
         ids: The ids, [rows].
-        fingerprints: 8 bytes by id, for any of the ids.
+        fingerprints: Fingerprints of 8 bytes by id, for any of the ids.
     """
 
     def __init__(self, ids: Iterable[SampleId], fingerprints: Mapping[SampleId, bytes]) -> None:
@@ -141,7 +142,7 @@ class RowIds(list[SampleId]):
 
     @classmethod
     def of(cls, ids: Ids, inputs: Mapping[str, Array]) -> RowIds:
-        """Return ids with the fingerprints of one row in 16, the same rows in every epoch.
+        """Return ids with the fingerprints of one row in 16; these are the same rows in every epoch.
 
         Args:
             ids: The ids, [rows].
@@ -162,8 +163,8 @@ class SequenceIds:
 
     Attributes:
         ids: The ids, integers and strings, [sequences].
-        lengths: int64 [sequences], rows of each; None if only the ids are known.
-        fingerprints: uint64 [sequences], of the inputs; None if only the ids are known.
+        lengths: Number of rows in each sequence, int64 [sequences]; None if only the ids are known.
+        fingerprints: Fingerprints of the inputs, uint64 [sequences]; None if only the ids are known.
         inputs: Sorted names of the inputs that the fingerprints cover.
 
     Raises:
@@ -191,7 +192,7 @@ class SequenceIds:
 
     @property
     def heads(self) -> list[Head] | None:
-        """Rows and fingerprint of each sequence; None if unknown."""
+        """Number of rows and fingerprint of each sequence; None if unknown."""
         if self.lengths is None or self.fingerprints is None:
             return None
         prints = self.fingerprints.astype("<u8").tobytes()
@@ -202,12 +203,14 @@ class SequenceIds:
 def fingerprints_of(inputs: Mapping[str, Array], lengths: Array, positions: Array | None = None) -> Array:
     """Return fingerprints of the inputs of sequences, uint64 [sequences].
 
-    Only the values of numbers count: token ids as int32 and as int64 have the same fingerprint.
+    Only the values of numbers count, not their dtype: the same token ids as int32 and as int64 have the same
+        fingerprint.
 
     Args:
         inputs: The concatenated inputs of all sequences, [rows, ...] by name.
-        lengths: Rows of each sequence, [sequences].
-        positions: Positions of the rows in their sequences, [rows]. They count unless they are 0, 1, 2, ...
+        lengths: Number of rows in each sequence, [sequences].
+        positions: Positions of the rows in their sequences, [rows]. They are part of the fingerprint unless they are 0,
+            1, 2, ...
     """
     stops = np.cumsum(lengths, dtype=np.int64).tolist()
     places = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
@@ -236,7 +239,8 @@ def _bytes_of(values: Array) -> bytes:
 class RowLayout:
     """The columns of a row: a structured dtype, little-endian, its fields sorted by name.
 
-    `top_k`: temperature and number of classes of each `TopK`. `sequence_inputs`: see `SequenceIds`; None for rows.
+    `top_k`: the temperature and the number of classes for each `TopK`. `sequence_inputs`: see `SequenceIds`; None for
+        rows.
     """
 
     columns: np.dtype[Any]
@@ -248,9 +252,10 @@ class RowLayout:
         return [(name, self.columns[name]) for name in self.columns.names or ()]
 
     def merged(self, other: RowLayout) -> RowLayout | None:
-        """Return the common layout of both layouts' records; None if they cannot be combined.
+        """Return a layout for the records of both layouts; None if the two cannot be combined.
 
-        Numbers of classes are compared only if both are known: an engine behind a gateway does not know its own.
+        The numbers of classes are compared only if both are known: an engine behind a gateway does not know its number
+            of classes.
         """
         ours, theirs = self.top_k, other.top_k
         if (self.columns, self.sequence_inputs, {*ours}) != (other.columns, other.sequence_inputs, {*theirs}):
@@ -278,11 +283,11 @@ class RowLayout:
         return {name: np.ascontiguousarray(table[name]) for name in self.columns.names or ()}
 
     def rows_of(self, record: bytes) -> int:
-        """Return how many rows a record has."""
+        """Return the number of rows in a record."""
         return (len(record) - FINGERPRINT_NBYTES) // self.columns.itemsize
 
     def head_of(self, record: bytes) -> Head:
-        """Return the rows and the fingerprint of a record."""
+        """Return a record's number of rows and its fingerprint."""
         return self.rows_of(record), record[:FINGERPRINT_NBYTES]
 
     def restore(self, arrays: Mapping[str, Array]) -> dict[str, Array | TopK]:
@@ -357,10 +362,11 @@ class Found:
     """Rows, or sequences, found by a look-up.
 
     Attributes:
-        mask: bool [ids], which of the ids were found.
+        mask: Which of the ids were found, bool [ids].
         outputs: Arrays [rows found, ...] or `TopK`, in the order of the ids; empty if none was found. Arrays may be
             read-only.
-        lengths: int64 [ids], for sequences: the rows of each (0 if unknown); None if an id is a row.
+        lengths: For sequences, the number of rows of each (0 if unknown), int64 [ids]; None if each id stands for one
+            row.
     """
 
     mask: Array
@@ -379,7 +385,7 @@ class Found:
         return bool(self.mask.all())
 
     def filled(self, rest: Outputs) -> dict[str, Array | TopK]:
-        """Return outputs of all rows, in the cache's dtypes.
+        """Return the outputs of all rows, found and missing, in the cache's dtypes.
 
         Args:
             rest: Outputs of the missing rows, in their order.

@@ -1,9 +1,11 @@
-"""`SoftLabelCache`: soft labels by key and sample id, in a folder or in memory. `CacheView`: the labels of one key.
+"""`SoftLabelCache`: soft labels by key and sample id, in a folder or in memory. `CacheView`: the labels under one key.
 
-Records in a folder are not also kept in memory: the system caches them, and unpacking takes as long as reading.
+Records in a folder are not also kept in memory: the operating system caches the file, and unpacking a record takes as
+    long as reading it.
 
-A training loop is the worst case for LRU eviction: an epoch uses every row once, so each is evicted just before it is
-needed again. So a full `MemoryTier` turns new rows away; only rows of a key that is no longer used make room.
+A training loop is the worst case for LRU eviction: an epoch uses every row once, so each row would be evicted just
+before it is needed again. A full `MemoryTier` therefore stores no new rows, unless it can evict rows of a key that is
+no longer used.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ IDLE_AFTER_CALLS = 1024  # after which an unused key's rows are evicted: several
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since the cache was created, and current gauges.
+    """Counters since the cache was created, and current values.
 
     Attributes:
         hits: Rows looked up and found.
@@ -54,7 +56,7 @@ class CacheStats:
         memory_bytes: Bytes of the rows in memory, including bookkeeping.
         disk_bytes: Bytes of the database in the folder, including its journal.
         evicted_disk_rows: Rows that this cache deleted from the disk to make room.
-        failed_writes: Batches that could not be written; their rows will be requested again.
+        failed_writes: Batches that could not be written; the rows in them will be requested again.
         damaged_rows: Damaged rows found on disk; they count as misses.
     """
 
@@ -78,20 +80,21 @@ class SoftLabelCache:
         if not found.complete:
             ...
 
-    Thread-safe. Several processes on a machine may share one folder; each sees what the others have written. It cannot
-    be used in a forked child: open a new one there.
+    Thread-safe. Several processes on a machine may share one folder; each process sees what the others have written. A
+    cache cannot be used in a forked child: open a new cache there.
 
     Args:
-        memory_bytes: Bytes of the rows in memory, including bookkeeping, if there is no `path`. A full memory keeps its
-            rows and takes no new ones.
+        memory_bytes: Largest size of the rows in memory, in bytes including bookkeeping, if there is no `path`. When
+            this is reached, the rows in memory are kept and no new rows are stored.
         path: The folder, created if missing; None to keep rows in memory. It must not be on a file system that several
-            machines share, unless `EDL_SHARED_FILE` is set because only one of them uses it.
-        disk_bytes: Bytes of the folder's database, at least 1 MiB; the oldest labels are deleted to make room. Its
-            journal needs up to 100 MiB more. A label above a 32nd of it may not fit. None for no bound.
+            machines share, unless only one of these machines uses the folder and `EDL_SHARED_FILE` is set.
+        disk_bytes: Largest size of the folder's database in bytes, at least 1 MiB; the oldest labels are deleted to
+            make room. The database's journal needs up to 100 MiB more. A label larger than 1/32 of `disk_bytes` may not
+            fit. None for no limit.
         store_dtype: "float16" stores all floating-point outputs as float16; larger finite values become +-65504.
 
     Attributes:
-        path: The folder on disk; None without.
+        path: The folder on disk; None if rows are kept in memory.
 
     Raises:
         SettingsError: An argument is invalid, or the folder cannot be used.
@@ -123,10 +126,10 @@ class SoftLabelCache:
         self.path = self.folder.path if self.folder is not None else None
 
     def view(self, key: CacheKey) -> CacheView:
-        """Return the rows of a key; the same object for equal keys.
+        """Return the view of a key's rows; equal keys get the same object.
 
         Args:
-            key: What the rows depend on; `store_dtype` is added to it.
+            key: What the rows depend on; `store_dtype` is added to the key.
         """
         self.check()
         return self._view(key if self.store_dtype is None else replace(key, dtype=self.store_dtype))
@@ -141,7 +144,8 @@ class SoftLabelCache:
         """Copy the labels of another folder, such as another machine's, into this cache.
 
         Args:
-            path: The other folder. It may be anywhere, if no process on a different machine has it open.
+            path: The other folder. It may be on any file system, provided that no process on a different machine has it
+                open.
 
         Raises:
             SettingsError: The folder cannot be read, or its labels do not match the existing ones.
@@ -175,13 +179,14 @@ class SoftLabelCache:
         )
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Wait until all rows put so far are on disk. Without a flush, a power failure may lose some.
+        """Wait until all rows put so far are on disk. Without a flush, some may be lost in a power failure.
 
         Args:
             timeout_s: Seconds to wait.
 
         Raises:
-            TemporaryError: Rows could not be written since the last flush, or the disk takes longer than `timeout_s`.
+            TemporaryError: Some rows could not be written since the last flush, or the disk takes longer than
+                `timeout_s`.
         """
         self.check()
         if self.folder is not None:
@@ -206,7 +211,7 @@ class SoftLabelCache:
         """Check that the cache can be used.
 
         Raises:
-            ClosedError: The cache is closed, or belongs to the process that forked this one.
+            ClosedError: The cache is closed, or was opened by the process that forked this process.
         """
         if os.getpid() != self._pid:
             raise ClosedError("this soft-label cache belongs to the process that forked this one: open a new one")
@@ -217,9 +222,9 @@ class SoftLabelCache:
 class CacheView:
     """The rows or sequences of a key. Created by `SoftLabelCache.view`. Thread-safe.
 
-    Ids are 64-bit integers or strings; 1 and "1" are different ids. A key has either rows, by plain ids, or sequences,
-    by `SequenceIds`, with varying numbers of rows. A sequence is found if its id, its length and the fingerprint of its
-    inputs match the stored ones: an edited text has no label.
+    Ids are 64-bit integers or strings; 1 and "1" are different ids. A key has either rows, looked up by plain ids, or
+    sequences with varying numbers of rows, looked up by `SequenceIds`. A sequence is found if its id, its length and
+    the fingerprint of its inputs match the stored values, so no label is found for an edited text.
 
     Args:
         key: What the rows depend on.
@@ -254,7 +259,7 @@ class CacheView:
             Which of them were found, and their outputs.
 
         Raises:
-            SettingsError: Rows are looked up, but the key's labels are of sequences, or the other way round.
+            SettingsError: Rows are looked up, but the key's labels are for sequences, or vice versa.
         """
         self._cache.check()
         sequences, samples = _split(ids)
@@ -276,17 +281,17 @@ class CacheView:
         return Found(mask, outputs, lengths)
 
     def put(self, ids: Ids | SequenceIds, outputs: Outputs) -> None:
-        """Store rows or sequences. The last value of a repeated id counts.
+        """Store rows or sequences. If an id is repeated, its last value is stored.
 
-        Waits until they are in the folder. Rows that cannot be written are logged, and will be missing.
+        Waits until the rows are in the folder. Rows that cannot be written are logged, and will not be found later.
 
         Args:
             ids: Ids of rows; or `SequenceIds` with lengths of at least 1, and fingerprints.
             outputs: Arrays [rows, ...] of numbers, or `TopK`, by the names in the key; for sequences, the concatenated
-                rows of all.
+                rows of all sequences.
 
         Raises:
-            SettingsError: Outputs cannot be stored, or differ in dtype or shape from those stored before.
+            SettingsError: Outputs cannot be stored, or differ in dtype or shape from the outputs stored before.
         """
         self._cache.check()
         sequences, samples = _split(ids)
@@ -324,7 +329,8 @@ class CacheView:
         """Return which ids have rows, bool [ids].
 
         Args:
-            ids: Ids of rows, a sequence or an integer array; or `SequenceIds`, which count if their texts match.
+            ids: Ids of rows, a sequence or an integer array; or `SequenceIds`, where a sequence counts only if its text
+                matches the labelled text.
         """
         self._cache.check()
         sequences, samples = _split(ids)
@@ -342,7 +348,7 @@ class CacheView:
         return self._cache.records.ids(self.space)
 
     def _check_kind(self, sequences: SequenceIds | None) -> None:
-        """Check that labels are of sequences if, and only if, sequences are looked up, and have the same inputs."""
+        """Check that labels are for sequences exactly if sequences are looked up, and for the same inputs."""
         if self.layout is None:
             return
         kept, wanted = self.layout.sequence_inputs, None if sequences is None else sequences.inputs
@@ -370,7 +376,7 @@ class CacheView:
         return records
 
     def _compare_inputs(self, ids: RowIds, records: Sequence[bytes | None]) -> None:
-        """Warn of a row with other inputs than its label's, which is still used: image decoders differ slightly."""
+        """Warn if a row's inputs differ from the labelled ones. The label is used: image decoders differ slightly."""
         for sample, record in zip(ids, records, strict=True):
             head = record[: len(UNKNOWN)] if record is not None else UNKNOWN
             if head != UNKNOWN and ids.fingerprints.get(sample, head) != head:
@@ -397,7 +403,7 @@ def _split(ids: Ids | SequenceIds) -> tuple[SequenceIds | None, list[SampleId]]:
 class MemoryTier:
     """The records of all keys, within `limit_bytes` including bookkeeping. Thread-safe.
 
-    Has those methods of a `LabelFolder` that every cache needs.
+    Provides the methods of `LabelFolder` that every cache needs.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -1,5 +1,5 @@
-"""Decides which teacher gets a request, when to send it to a second teacher, and when to give it up. No I/O.
+"""Decides which teacher gets a request, when a second teacher also gets it, and when to give it up. No I/O.
 
-A `Dispatcher` turns events into `actions` within the limits of a `Policy`. There are no clocks, sockets, threads or
-tensors here: time is an argument.
+A `Dispatcher` turns events into `actions` within the limits of a `Policy`. This package uses no clocks, sockets,
+threads or tensors: the time is passed as an argument.
 """

@@ -1,4 +1,4 @@
-"""The dispatcher's inputs and outputs: failures and limits of requests, and the actions to take."""
+"""The dispatcher's inputs and outputs: failed requests, limits on requests, and the actions to take."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Limits(NamedTuple):
 
     @property
     def longest_sequence(self) -> float:
-        """Rows of the longest sequence that fits a request."""
+        """Number of rows in the longest sequence that fits in a request."""
         return min((limit for limit in (self.max_rows, self.max_sequence) if limit), default=math.inf)
 
 
@@ -59,7 +59,7 @@ NO_LIMITS = Limits()
 
 @dataclass(eq=False)
 class Send:
-    """Action: send task `task` to `teacher`. The object identifies this attempt until the caller reports its end."""
+    """Action: send task `task` to `teacher`. It identifies the attempt until its end is reported."""
 
     task: int
     teacher: str

@@ -1,8 +1,8 @@
-"""`Dispatcher`, a plain state machine: it takes events with their time and returns actions.
+"""`Dispatcher`, a plain state machine: it takes events, each with its time, and returns actions.
 
-A task waits in a heap until a teacher has room for it. If it has failed on every teacher that could get it soon, it
-waits for teachers that are still connecting, then for a pause, and is given up if it has no chance. For a late attempt,
-`_hedge` sends a second one to a different teacher, within a budget.
+A task waits in a heap until a teacher has room for it. If the task has failed on every teacher that could get it soon,
+it waits for teachers that are still connecting, and then for a pause. It is given up if no teacher can answer it. If an
+attempt is late, `_hedge` makes a second attempt at a different teacher, within a budget.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Dispatcher:
         return self._assign(now)
 
     def drop_task(self, task: int) -> list[Send]:
-        """Forget a task; return its pending attempts, which the caller should cancel and need not report."""
+        """Forget a task; return its pending attempts. The caller should cancel these and need not report their end."""
         gone = self._tasks.pop(task, None)
         attempts = sorted(gone.attempts, key=lambda attempt: attempt.sent_at) if gone is not None else []
         for attempt in attempts:
@@ -88,9 +88,10 @@ class Dispatcher:
         return attempts
 
     def send_until(self, last: float) -> list[Send]:
-        """Send only tasks up to the number `last` from now on; other pending tasks wait as if not sent yet.
+        """From now on, send only tasks up to number `last`; others wait, even those that have already been sent.
 
-        Returns the pending attempts of those tasks, which the caller should cancel and need not report.
+        Returns the pending attempts at the tasks that now wait. The caller should cancel these and need not report
+        their end.
         """
         self.last = last
         recalled = [attempt for attempt in self._attempts if attempt.task > last]
@@ -105,7 +106,7 @@ class Dispatcher:
         self._connecting.add(teacher)
 
     def teacher_unreachable(self, teacher: str, now: float) -> list[Action]:
-        """Record that a first attempt to connect failed. It is repeated, but tasks no longer wait for the teacher."""
+        """Record that a first attempt to connect failed. More will follow, but tasks no longer wait for the teacher."""
         self._connecting.discard(teacher)
         self._changed = True
         return self._assign(now)
@@ -113,7 +114,7 @@ class Dispatcher:
     def teacher_up(self, teacher: str, now: float, limits: Limits = NO_LIMITS, max_in_flight: int = 0) -> list[Action]:
         """Record that a teacher is connected, for the first time or again, with the limits that it announces.
 
-        Without `max_in_flight` (0), the policy's window applies.
+        If `max_in_flight` is 0, the policy's window applies.
         """
         self._connecting.discard(teacher)
         state = self.teachers.get(teacher) or TeacherState(Window())
@@ -135,7 +136,7 @@ class Dispatcher:
             self.teachers[teacher].draining = True
 
     def teacher_down(self, teacher: str) -> None:
-        """Record that a teacher's connection broke. Its attempts are reported as failed separately."""
+        """Record that a teacher's connection broke. The caller reports the failed attempts separately."""
         self._changed = True
         if teacher in self.teachers:
             self.teachers[teacher].live = False
@@ -232,9 +233,10 @@ class Dispatcher:
         return sum(state.serves(now) for state in list(self.teachers.values()))
 
     def oversized(self, now: float) -> tuple[int, int]:
-        """Return the rows of the largest waiting task that no usable teacher accepts, and of its longest sequence.
+        """Return the largest number of rows, and the longest sequence, in waiting tasks that no usable teacher accepts.
 
-        The latter only if the sequence is too long for all of these teachers; 0 if none.
+        Each is 0 if there is no such task; the second also if at least one usable teacher accepts sequences of that
+        length.
         """
         usable = [state for state in self.teachers.values() if state.is_usable(now)]
         if not usable or any(state.limits == NO_LIMITS for state in usable):
@@ -247,7 +249,7 @@ class Dispatcher:
 
     @property
     def limits(self) -> Limits:
-        """What every known teacher accepts, including lost ones; for sequences, what any teacher accepts."""
+        """The largest request that all known teachers accept, even lost ones; for sequences, that any accepts."""
         all_limits = [state.limits for state in self.teachers.values()]
         longest = max((limits.longest_sequence for limits in all_limits), default=math.inf)
         return Limits(
@@ -371,8 +373,8 @@ class Dispatcher:
     def _reachable_soon(self, task: _Task, now: float) -> list[str]:
         """Return the teachers that a failed task may be sent to while it waits for connections.
 
-        After that time, teachers that never had room for it are excluded: they may still get the task, but it does not
-        wait for them.
+        After the wait for connections, teachers that only refused the task for lack of room are excluded: they may
+        still get the task, but the task does not wait for them.
         """
         soon = now + self.policy.coming_s
         there = [
@@ -389,7 +391,7 @@ class Dispatcher:
     ) -> str | None:
         """Return the free teacher expected to answer a task soonest.
 
-        `again` allows one that failed on the task, but never one that refused it.
+        With `again`, a teacher that failed on the task may be chosen, but never one that rejected the task.
         """
         excluded = {name for name, failure in task.failures if not again or failure.kind is FailureKind.REJECTED}
         fit = [(name, state) for name, state in free if name not in excluded and task.fits(state)]
@@ -418,7 +420,7 @@ class Dispatcher:
     # Hedging
 
     def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
-        """Send late tasks to a second teacher; if no other work waits, the awaited task also to a faster idle one."""
+        """Send late tasks to a second teacher; without waiting work, also the awaited task to a faster idle teacher."""
         old = now - self.policy.hedge_min_s
         late = {
             attempt
@@ -446,7 +448,7 @@ class Dispatcher:
         return attempt.sent_at + self._late_s(attempt.teacher)
 
     def _late_s(self, teacher: str) -> float:
-        """Return how many seconds after its start an attempt at a teacher is late; infinity if unknown."""
+        """Return the seconds after which an attempt at a teacher counts as late; infinity if unknown."""
         state = self.teachers.get(teacher)
         if state is None:
             return self.policy.hedge_min_s
@@ -466,7 +468,7 @@ class Dispatcher:
         return head.sent_at + max(4 * self._late_s(head.teacher), _STARVING_S)
 
     def _idle_due(self, head: Send) -> float:
-        """Return when to also send the awaited task to an idle teacher; infinity for never."""
+        """Return when to send the awaited task to an idle teacher as well; infinity for never."""
         waiting = (self._tasks[number] for number in self._waiting if number <= self.last and number in self._tasks)
         if self._hedge_tokens <= _MAX_HEDGE_TOKENS / 2 or any(not task.attempts for task in waiting):
             return math.inf

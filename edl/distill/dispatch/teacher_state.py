@@ -1,9 +1,10 @@
 """The dispatcher's knowledge of a teacher: whether it can take a request now, and how long the answer would take.
 
-`Window` sizes the requests in flight by the rule of TCP Vegas (Brakmo and Peterson, 1995). If `base` is the latency of
-a request that found the teacher idle, and w requests in flight take `latency` each, then w · (1 - base/latency) of them
-wait in the teacher's queue. One waiting request keeps a teacher busy; with more, losing the teacher costs more. If a
-request takes less than a few milliseconds, several may wait, because scheduling is just as slow.
+`Window` chooses the number of requests in flight by the rule of TCP Vegas (Brakmo and Peterson, 1995). If `base` is the
+latency of a request to an idle teacher, and w requests in flight take `latency` each, then w · (1 - base/latency) of
+these requests wait in the teacher's queue. One waiting request is enough to keep a teacher busy; if more wait, more are
+lost with the teacher. If a request takes less than a few milliseconds, several may wait, because scheduling takes just
+as long as the request.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _KEPT = 32  # latencies kept for the median: few enough to follow changes quickl
 
 @dataclass
 class Window:
-    """The number of requests that a teacher may have in flight, with the measurements behind it."""
+    """The number of requests that a teacher may have in flight, and the measurements that determine it."""
 
     limit: int = 32  # largest number of requests in flight
     size: int = 1  # requests to keep in flight
@@ -99,11 +100,11 @@ class TeacherState:
     half_open: bool = False  # gets only one request until one succeeds, as a circuit breaker
 
     def is_usable(self, now: float) -> bool:
-        """Return whether it can take work, now or as soon as its answers make room."""
+        """Return whether the teacher can take work, now or once it has answered some of its requests."""
         return self.live and not self.draining and now >= self.closed_until
 
     def serves(self, now: float) -> bool:
-        """Return whether it is usable, or paused only because it has no room."""
+        """Return whether the teacher is usable, or paused only because it has no room."""
         return self.live and not self.draining and (now >= self.closed_until or self.no_room_until >= self.closed_until)
 
     def has_room(self, now: float) -> bool:
@@ -113,7 +114,8 @@ class TeacherState:
     def expected_s(self, now: float) -> float:
         """Return the expected seconds until a request sent now is answered; 0 for a teacher not yet measured.
 
-        A silence of more than 1.1 times the usual latency is added, so that new work goes to other teachers.
+        If the teacher has been silent for more than 1.1 times its usual latency, the silence is added, so that new work
+        goes to other teachers.
         """
         if self.window.median_s is None:
             return 0.0

@@ -29,7 +29,8 @@ _MOST_REMEMBERED = 1024  # input shapes whose output shape is remembered: more t
 class TeacherCompatibility:
     """Remembers the properties that all teachers of a service must share with the first one.
 
-    Its metadata says which dimensions of a row are fixed; others, such as the length of a text, may differ.
+    The first teacher's metadata says which dimensions of a row are fixed; other dimensions, such as the length of a
+    text, may differ.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class TeacherCompatibility:
     # Models
 
     def lacking(self, instance: Instance, spec: ModelSpec) -> str:
-        """Return which part of the request this model lacks, apart from the version; empty if none."""
+        """Return what this model lacks to serve the request, apart from the version; empty if nothing."""
         asked = self._output_spec
         missing = [name for name in asked.outputs if spec.outputs and name not in spec.outputs]
         if missing:
@@ -107,7 +108,7 @@ class TeacherCompatibility:
     # Versions
 
     def refuses_version(self, version: str) -> bool:
-        """Return whether labels of this version must not be mixed with the epoch's."""
+        """Return whether labels of this version must not be mixed with the other labels of the epoch."""
         return self._refuses and self.spec is not None and (not version or version != self.spec.version)
 
     def _version_refusal(self, version: str) -> str:
@@ -180,7 +181,7 @@ class TeacherCompatibility:
         self._reported_versions.clear()
 
     def select_version(self, live: Sequence[ModelSpec]) -> None:
-        """Before an epoch, select the version under which labels are cached. It stays while a live teacher has it.
+        """Before an epoch, select the version under which labels are cached. Keep it while a live teacher has it.
 
         `live`: the models of all teachers in use. The model's name never changes.
         """
@@ -212,11 +213,11 @@ class TeacherCompatibility:
     # Answers
 
     def begin_epoch(self) -> None:
-        """Start an epoch: once the teachers of earlier answers have left, answers may have different shapes."""
+        """Start an epoch. Once the teachers that answered earlier have left, answers may have different shapes."""
         self._has_delivered = False
 
     def forget_teacher(self, teacher: str) -> None:
-        """Forget a teacher whose connection ended. A different teacher may appear under the same name."""
+        """Forget a teacher whose connection has ended. A different teacher may appear under the same name."""
         self._confirmed_by.discard(teacher)
 
     def check_reply(self, teacher: str, inputs: InputTensors, reply: Reply) -> RequestFailure | None:
@@ -270,7 +271,7 @@ class TeacherCompatibility:
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
         """Raise `SettingsError` if outputs have variable dimensions and these inputs differ in shape from earlier ones.
 
-        A sample now padded to a different length would get a cached label of the wrong length. Not thread-safe.
+        A sample that is now padded to a different length would get a cached label of the wrong length. Not thread-safe.
         """
         varying = None
         for name in self._output_spec.outputs:
@@ -325,7 +326,7 @@ def _model_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec
 
 
 def _output_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> tuple[str, str] | None:
-    """Return how the outputs of two models differ, as a phrase for each; None if they agree."""
+    """Return how the outputs of two models differ, as one phrase for each model; None if they agree."""
     if spec.tokenizer and known.tokenizer and spec.tokenizer != known.tokenizer:
         return f"has tokenizer {spec.tokenizer!r}", f"{known.tokenizer!r}: their token ids mean different texts"
     for name in output_spec.outputs:
@@ -336,7 +337,7 @@ def _output_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpe
 
 
 def outputs_disagreement(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
-    """Return how the outputs of two services whose labels may share a batch differ; empty if they agree."""
+    """Return how two services' outputs differ, if one batch may hold labels of both; empty if they agree."""
     difference = _output_difference(spec, known, output_spec)
     if difference:
         return f"model {spec.name!r} {difference[0]}, model {known.name!r} {difference[1]}"

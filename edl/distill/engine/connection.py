@@ -1,7 +1,8 @@
-"""Keeps connections to the teachers of a service, from their appearance in discovery until their last request ends.
+"""Keeps connections to a service's teachers, from when discovery lists them until their last request ends.
 
 A lapsed registration does not end a connection, because only the teacher itself can show whether it is alive. A teacher
-that answers stays in use even if the registry has forgotten it; one that does not answer is retried while it is listed.
+that answers stays in use even if it is no longer in the registry; a teacher that does not answer is retried while it is
+listed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def no_counts() -> Counter[str]:
 
 
 class TeacherConnection:
-    """Keeps a discovered instance connected, on the event loop, and reports to its pool."""
+    """Keeps the connection to a discovered instance, on the event loop, and reports changes to its pool."""
 
     def __init__(self, instance: Instance, pool: ConnectionPool) -> None:
         self.instance = instance
@@ -103,15 +104,15 @@ class TeacherConnection:
         return self._client.start(payload, timeout_s, done) if self._client is not None else None
 
     def _lost(self, client: TeacherClient, why: str) -> None:
-        """Drop a connection that a request found lost, unless it has already been replaced."""
+        """Drop the connection, because a request found that it is lost, unless it has already been replaced."""
         if client is self._client:
             self.reconnect(why)
 
     async def refresh(self, *, must_be_ready: bool = False) -> None:
-        """Check that the teacher's model is unchanged; if not, return after an attempt to reconnect.
+        """Check whether the teacher's model is unchanged. If it has changed, return after an attempt to reconnect.
 
-        With `must_be_ready`, a teacher that is not ready is lost. Before an epoch that does not matter: while Triton
-        replaces a version, it is not ready, but its metadata already name the new one.
+        With `must_be_ready`, a teacher that is not ready counts as lost. Before an epoch, a teacher need not be ready:
+        while Triton replaces a version, it is not ready, but its metadata already show the new version.
         """
         client = self._client
         self.changed_spec = None
@@ -131,7 +132,7 @@ class TeacherConnection:
         await self._attempted.wait()
 
     def reconnect(self, why: str) -> None:
-        """Reconnect, and recheck that the teacher can be used. Pending requests may still succeed."""
+        """Reconnect, and check again that the teacher can be used. Pending requests may still succeed."""
         client = self._client
         if client is None:
             return
@@ -199,7 +200,7 @@ class TeacherConnection:
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
     async def _connect(self, client: TeacherClient) -> tuple[str, bool]:
-        """Try to connect; return why the teacher is not used, or "", and whether it lacks part of the request."""
+        """Try to connect; return why the teacher is not used ("" if used), and whether it lacks part of the request."""
         lacks, refused = False, "the attempt was cancelled"
         try:
             spec = await client.open(_CONNECT_TIMEOUT_S)
@@ -225,7 +226,7 @@ class TeacherConnection:
         return shown(refused), lacks
 
     def _replacement_reason(self, spec: ModelSpec) -> str:
-        """Return why this may not be the server that was registered; empty if it is."""
+        """Return why this server may not be the one that registered; empty if it is."""
         if not self.lapsed or (self._version and self._version in (spec.version, *spec.versions)):
             return ""
         if not self._version:
@@ -233,7 +234,7 @@ class TeacherConnection:
         return f"{self.instance.endpoint} has version {spec.version!r}, but version {self._version!r} registered"
 
     async def _until_broken(self, version: int) -> None:
-        """Wait until the connection is dropped, and drop it when certificates or tokens change."""
+        """Wait until the connection is dropped; drop it here if certificates or tokens change."""
         files = self._pool.files
         if files is None:
             await self._broken.wait()
@@ -309,7 +310,7 @@ class ConnectionPool:
 
     @property
     def stale(self) -> str:
-        """Why discovery does not work; empty if it does."""
+        """Why discovery does not work; empty if it works."""
         kept = sorted(
             connection.instance.id
             for connection in list(self.connections.values())
@@ -335,10 +336,11 @@ class ConnectionPool:
         return found + (f"; discovery: {self.stale}" if self.stale else "")
 
     def lacking(self) -> str:
-        """Return what each teacher lacks, once all have answered and none can serve the request.
+        """Return what each teacher lacks, if all teachers have answered and none can serve the request.
 
-        The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining or
-        left to other students, or the registry does not answer; and once any teacher has been used.
+        The result is empty while a suitable teacher may still appear: while a teacher is connecting, unreachable,
+        draining or left to other students, or while the registry does not answer. It is also empty once any teacher has
+        been used.
         """
         connections = list(self.connections.values())
         if self.compatibility.spec is not None or not self._is_whole or not connections:
@@ -346,7 +348,7 @@ class ConnectionPool:
         return self.describe() if all(connection.lacks for connection in connections) else ""
 
     def teacher_stats(self) -> tuple[dict[str, TeacherStats], TeacherStats]:
-        """Return each teacher's counters, with gauges for present teachers, and the sums over departed ones."""
+        """Return each teacher's counters, with gauges for present teachers, and the sums over departed teachers."""
         with self._lock:
             teachers, present = self._gone.copy(), self.connections.copy()
             departed = TeacherStats("", "gone", "", **self._departed)
@@ -375,12 +377,12 @@ class ConnectionPool:
     # On the loop
 
     def counts_of(self, name: str) -> Counter[str]:
-        """Return a teacher's counts for writing: those of departed teachers if it left before its last answer."""
+        """Return a teacher's counts for writing: the departed teachers' if it left before its last answer."""
         connection = self.connections.get(name)
         return connection.counts if connection is not None else self._departed
 
     def apply_snapshot(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
-        """Connect to new teachers, and retire those that left. `near`: "; did you mean …?" for messages, or empty."""
+        """Connect to new teachers; retire those that left. `near`: "; did you mean …?" for messages, or empty."""
         self._is_whole = False
         self._near = near
         if snapshot.stale and snapshot.stale != self._stale:
@@ -417,7 +419,7 @@ class ConnectionPool:
         self._is_whole = whole and not (snapshot.stale or lapsed or draining or snapshot.rejected)
 
     def _add(self, instance: Instance, *, lapsed: bool) -> bool:
-        """Keep or open the connection to a listed teacher; return whether it just lapsed but answers."""
+        """Keep or open a listed teacher's connection; return whether its registration just lapsed but it answers."""
         known = self.connections.get(instance.id)
         if known is not None and lapsed and known.leaving == "draining":
             return False
@@ -438,7 +440,7 @@ class ConnectionPool:
         return lapsed_now
 
     def connection_up(self, connection: TeacherConnection) -> None:
-        """Record that requests may be sent."""
+        """Record that requests may be sent over a connection."""
         spec, name = connection.spec, connection.instance.id
         if spec is None or connection.leaving or self.connections.get(name) is not connection:
             return
@@ -475,7 +477,7 @@ class ConnectionPool:
             self._drop(connection)
 
     async def follow_version(self, timeout_s: float) -> None:
-        """Ask the teachers for their version before an epoch; see `TeacherCompatibility.select_version`."""
+        """Ask teachers for their model's version before an epoch; see `TeacherCompatibility.select_version`."""
         self.compatibility.selecting_version = True
         try:
             asked = [self._spawn(each.refresh()) for each in self.connections.values() if not each.leaving]
@@ -508,7 +510,7 @@ class ConnectionPool:
             await asyncio.sleep(_CHECK_S)
 
     def _retire(self, connection: TeacherConnection, why: str) -> None:
-        """Send no new requests to a teacher; its connection ends with its last request."""
+        """Send no new requests to a teacher; its connection ends when its last request ends."""
         if not connection.leaving:
             name = connection.instance.id
             logger.info("teacher %s of %s: %s", name, self._service, why)

@@ -1,7 +1,7 @@
 """`Engine`, which runs the requests of a service on the event loop, as the dispatcher decides.
 
-The feeding thread submits jobs; `Engine` sends them to teachers, and calls each job back once. Methods below "Any
-thread" may be called from anywhere; the rest runs on the loop.
+The feeding thread submits jobs; `Engine` sends them to teachers, and calls each job's callback once. Methods below the
+comment "Any thread" may be called from any thread; all other methods run on the loop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SILENT_S = 5.0  # silence of live teachers before a warning: longer than most m
 
 @dataclass(eq=False)
 class LabelJob:
-    """The rows of one request, to be labelled by one service."""
+    """The rows of one request, which one service is to label."""
 
     number: int  # ascending in the order of delivery
     payload: Payload
@@ -58,7 +58,7 @@ class LabelJob:
 
 
 class Engine:
-    """Sends the requests of one service to its teachers, in shared memory if there is an arena."""
+    """Sends requests to the teachers of one service, in shared memory if there is an arena."""
 
     def __init__(
         self,
@@ -120,12 +120,12 @@ class Engine:
         return any(connection.shares_memory for connection in list(self.pool.connections.values()))
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
-        """Wait for the first teacher, and return its model; None if there is none within `timeout_s`."""
+        """Wait for the first teacher, and return its model; None if no teacher appears within `timeout_s`."""
         self.pool.news.wait_for(lambda: self.compatibility.spec is not None, timeout_s)
         return self.compatibility.spec
 
     def select_version(self) -> None:
-        """Ask the teachers for their version before an epoch. Without answers, this takes about a second."""
+        """Ask teachers for their model's version before an epoch. If none answers, this takes about a second."""
         if self.compatibility.spec is not None:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
                 self._thread.run(self.pool.follow_version(_REFRESH_TIMEOUT_S), 2 * _REFRESH_TIMEOUT_S)
@@ -148,7 +148,7 @@ class Engine:
         return SettingsError(f"no teacher of {self.name} can serve this request, and none is starting ({found})")
 
     def no_teacher(self, oversized_rows: int = 0, oversized_sequence: int = 0) -> NoTeacherError:
-        """Return the error for an expired wait, or a request or sequence that is too large for the live teachers."""
+        """Return the error for an expired wait, or for a request or sequence too large for the live teachers."""
         limits, waited, found = self.pool.limits, f"within {self._timeout_s:g} s", self.pool.describe()
         if not oversized_rows:
             return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
@@ -190,7 +190,7 @@ class Engine:
     # On the loop
 
     def set_teachers(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
-        """Connect to new teachers, and retire those that left; `TeacherWatcher` describes the arguments."""
+        """Connect to new teachers; retire those that left. `TeacherWatcher` describes the arguments."""
         if not self._closed:
             self.pool.apply_snapshot(snapshot, near, whole)
             self._set_timer()
@@ -200,7 +200,7 @@ class Engine:
         self._take_jobs()
 
     def send_until(self, last: float) -> None:
-        """Send only jobs up to the number `last`; other pending ones are cancelled, and sent again later."""
+        """Send only jobs up to number `last`; other pending jobs are cancelled, and sent again later."""
         if last == self._dispatcher.last:
             return
         was_idle = self._is_idle
@@ -243,7 +243,7 @@ class Engine:
 
     @property
     def _is_idle(self) -> bool:
-        """Return whether no job may be sent now. Jobs were added in the order of their numbers."""
+        """Return whether no job may be sent now. This relies on jobs being added in the order of their numbers."""
         return not self._jobs or next(iter(self._jobs)) > self._dispatcher.last
 
     def _wake(self) -> None:
@@ -298,7 +298,7 @@ class Engine:
                 self._attempts[attempt]()
 
     def _attempt_ended(self, send: Send, job: LabelJob, result: Reply | RequestFailure | None) -> None:
-        """Handle the end of an attempt: a reply, a failure, or None if it was cancelled."""
+        """Handle the end of an attempt: a reply, a failure, or None if the attempt was cancelled."""
         actions: list[Action] = []
         self._attempts.pop(send, None)
         try:
@@ -362,7 +362,7 @@ class Engine:
     # Time
 
     def _set_timer(self) -> None:
-        """Schedule the dispatcher's next event. Under load, its time is computed only every few milliseconds."""
+        """Schedule the dispatcher's next event. Under load, compute its time only every few milliseconds."""
         if self._closed:
             return
         now = self._now()
@@ -386,7 +386,7 @@ class Engine:
         self._take_jobs()
 
     def _check_outage(self, now: float) -> float | None:
-        """Track how long there have been no teachers or answers, and fail all open jobs after too long."""
+        """Track how long there have been no teachers or answers; fail all open jobs if that takes too long."""
         if self._is_idle:
             self._outage.finish_work()
             return None
@@ -439,7 +439,7 @@ class Outage:
         self._silence_reported = self._had_outage = False
 
     def start_work(self, now: float) -> None:
-        """Start the clock, because there is work again."""
+        """Start the clock, because there is open work again."""
         self._progress_at = now
         self._outage_since = None
         self._silence_reported = self._had_outage = False

@@ -1,8 +1,8 @@
 """Runs the event loop that all readers of a process share, in a background thread.
 
 The thread starts with the first reader and ends with the last. A forked child inherits neither the thread nor the loop,
-so using the parent's reader there raises `ClosedError`. The child cannot start its own loop either, if the parent ever
-had one: gRPC stays initialized, and would wait in the child for threads that exist only in the parent.
+so using the parent's reader in the child raises `ClosedError`. If the parent ever had a loop, the child cannot start
+its own either: gRPC stays initialized, and would wait in the child for threads that exist only in the parent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EventLoopThread:
 
     @classmethod
     def acquire(cls, *, for_grpc: bool = True) -> EventLoopThread:
-        """Return the process's loop, starting it if necessary; add a reference."""
+        """Return the process's loop, and start it if necessary; add a reference."""
         if for_grpc and cls.inherited:
             raise ClosedError(
                 f"a reader cannot connect in process {os.getpid()}: an ancestor process has used a "
@@ -78,7 +78,7 @@ class EventLoopThread:
                 logger.warning("the readers' event loop has not ended after %g s; no longer waiting for it", _STOP_S)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Schedule a function on the loop, from any thread. It takes no lock, because finalizers call it too."""
+        """Schedule a function on the loop, from any thread. Takes no lock, because finalizers call this too."""
         self.check()
         try:
             self.loop.call_soon_threadsafe(function, *args)
@@ -98,7 +98,7 @@ class EventLoopThread:
             raise TimeoutError(f"no result within {timeout_s:g} s") from None
 
     def check(self) -> None:
-        """Raise `ClosedError` if the loop has ended, or belongs to a parent process."""
+        """Raise `ClosedError` if the loop has ended or belongs to a parent process."""
         if self._pid != os.getpid():
             raise ClosedError(
                 f"this reader belongs to process {self._pid} and cannot be used in process {os.getpid()}, forked "
@@ -124,9 +124,9 @@ class EventLoopThread:
 class _GarbageGuard:
     """Keeps a forked child from collecting the parent's garbage.
 
-    Collecting an unreachable gRPC channel of the parent, the child would wait forever for a thread that only the parent
-    has. So inherited objects are frozen (`gc.freeze`). Several threads may fork at once: the first turns the parent's
-    collector off, and the last turns it on again.
+    If the child collected an unreachable gRPC channel of the parent, it would wait forever for a thread that only the
+    parent has. So inherited objects are frozen (`gc.freeze`). Several threads may fork at once: the first thread turns
+    the parent's collector off, and the last thread turns it on again.
     """
 
     lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""Labels a data set ahead of time, into the folder of a `SoftLabelCache`.
+"""Labels a data set ahead of time, and stores the labels in the folder of a `SoftLabelCache`.
 
-`Labeller` labels a whole data set in one process, `ShardLabeller` ranges of rows that a `ShardSource` hands out to
-several processes. A `DataGuard` detects labels of other data.
+`Labeller` labels a whole data set in one process; `ShardLabeller` labels ranges of rows that a `ShardSource` hands out
+to several processes. A `DataGuard` detects labels that belong to other data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Detects which data a folder has labels for, and whether these data change while they are labelled.
+"""Detects which data set a folder has labels for, and whether it changes while it is being labelled.
 
 Labels are stored by sample id, which is usually a position, so labels of an edited file look like those of the
-original. A folder and a job therefore remember a `DataFingerprint` of a few rows. Within a run, the local files' size,
-modification time and inode are compared too. Labels of sequences contain a fingerprint of the text instead.
+original. A folder and a job therefore remember a `DataFingerprint` of a few rows. During a run, the size, modification
+time and inode of local files are compared too. For sequences, each label contains a fingerprint of its text instead.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FileStates: TypeAlias = Mapping[str, os.stat_result]
 
 @dataclass(frozen=True)
 class DataFingerprint:
-    """The part of a data set that two processes compare before they share it.
+    """The properties of a data set that two processes compare before they share its labelling.
 
     Attributes:
         rows: Number of samples; 0 if unknown.
         inputs: Names, dtypes and shapes of the first row, such as `image float32[3,224,224]`.
-        rows_checksum: Checksum of 16 rows and their ids, spread over the data set. Empty if these rows differ between
-            two loads, as with random augmentation, and so cannot be compared.
-        file_checksum: Checksum of all rows, if the file contains one (`.npz`); else empty.
+        rows_checksum: Checksum of 16 rows and their ids, spread over the data set. Empty if these rows cannot be
+            compared, because loading them twice gives different values, as with random augmentation.
+        file_checksum: Checksum of all rows, if the file format stores one (`.npz`); else empty.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class DataFingerprint:
 
     @classmethod
     def of(cls, data: LabelDataset, rows: int | None = None) -> DataFingerprint:
-        """Load a few of the first `rows` rows (of data in sequence: the first 16). Failures count in the checksum."""
+        """Load a few of the first `rows` rows (the first 16 if not indexed). Failures count in the checksum."""
         if not isinstance(data, IndexedData):
             first = (itertools.islice(data.batches(_ROWS, _none_known), 1) for _ in range(2))
             found, again = (_checksum([load]) for load in first)
@@ -77,7 +77,7 @@ class DataFingerprint:
             raise ValueError(f"not a fingerprint of data: {exc}") from exc
 
     def differences(self, there: DataFingerprint, where: str) -> list[str]:
-        """Return descriptions of how these data differ from others, which `where` names, such as "in the job"."""
+        """Return how these data differ from `there`; `where` says where those data are, such as "in the job"."""
         found = []
         if self.rows != there.rows:
             found.append(f"{self.rows:,} rows here, {there.rows:,} {where}")
@@ -94,7 +94,7 @@ class DataFingerprint:
 
 
 def note_files(*names: str | None) -> FileStates:
-    """Return the state of the local files among these names, for `DataGuard`. Call this before opening them."""
+    """Return the state of the local files among `names`, for `DataGuard`. Call this before opening the files."""
     states = {}
     for name in names:
         if name is not None and Path(name).is_file():
@@ -122,10 +122,10 @@ def _state_of(name: str) -> os.stat_result:
 
 
 class DataGuard:
-    """Keeps labels of different data apart, in a folder and within a run. `fingerprint` is that of the run's start.
+    """Prevents a folder or a run from mixing labels of different data. `fingerprint` is from the run's start.
 
-    `files` is the result of `note_files`. Without `compare_rows`, the number, types and shapes of rows are compared,
-    but not their content.
+    `files` is the result of `note_files`. Without `compare_rows`, only the number, types and shapes of the rows are
+    compared, not their content.
     """
 
     def __init__(self, data: LabelDataset, files: FileStates | None = None, *, compare_rows: bool = True) -> None:
@@ -136,10 +136,10 @@ class DataGuard:
             self.fingerprint = replace(self.fingerprint, rows_checksum="", file_checksum="")
 
     def admit(self, view: CacheView, *, relabel: bool = False) -> None:
-        """Record the data in a folder; raise `ConflictError` if its labels are for other data, or for two versions.
+        """Record in a folder which data it labels; raise `ConflictError` if it labels other data, or two versions.
 
-        Data that grew at the end count as the same. With `relabel`, labels of other data are deleted. A folder without
-        labels, as left by a mistaken command, accepts any data.
+        Data to which rows were added at the end count as the same data. With `relabel`, labels of other data are
+        deleted. A folder without labels, for example after a mistaken command, accepts any data.
         """
         if self.data.sequences:
             return
@@ -177,9 +177,9 @@ class DataGuard:
     def check_unchanged(self, view: CacheView, *, in_job: bool, at_end: bool = False) -> None:
         """Raise `ConflictError` if the data changed during this run, or another run took the folder for other data.
 
-        A folder with labels of two versions is marked. At the end, the fingerprint's rows are loaded again, to find
-        changes that no file shows. Changed sequences raise only then, because their labels are valid. `in_job` selects
-        the remedy in the error.
+        A folder that may have labels of two versions is marked. At the end, the fingerprint's rows are loaded again, to
+        find changes that no file shows. Changed sequences raise the error only at the end, because their labels are
+        valid. `in_job` selects the remedy in the error message.
         """
         folder, space = _on_disk(view)
         folder.check_data_set(space)
@@ -202,7 +202,7 @@ class DataGuard:
         raise ConflictError(f"the data changed while they were labelled: {'; '.join(found)}. {remedy}")
 
     def fits(self, noted: str) -> bool:
-        """Return whether labels may be for these data, given a folder's recorded `data_set`."""
+        """Return whether a folder's labels may be for these data, given the `data_set` recorded in the folder."""
         if self.data.sequences or not noted:
             return True
         there = DataFingerprint.from_json(noted)

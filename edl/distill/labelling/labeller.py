@@ -1,7 +1,7 @@
-"""`Labeller`: connects to teachers, and labels a whole data set in one process, into a folder.
+"""`Labeller`: connects to teachers, labels a whole data set in one process, and stores the labels in a folder.
 
-A run streams batches through the teachers (`label_batches`); a thread of the session stores their labels. A run waits
-for that thread before its queue is full, and checks which rows have a label.
+A run streams batches through the teachers (`label_batches`); a thread of the session stores their labels. The run waits
+for that thread before the thread's queue is full, and checks which rows have a label.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROWS_REMEDY = (
 
 @dataclass(frozen=True)
 class LabelPlan:
-    """The labels to request. If several processes share a run, `output_spec` must name the model's version."""
+    """The labels to request. If several processes share a run, `output_spec` must specify the model's version."""
 
     teachers: Teachers
     output_spec: OutputSpec
@@ -70,7 +70,7 @@ class LabelProgress:
 
 
 class Labeller:
-    """Requests labels for a data set, and stores them in the folder of `cache`. For a single run."""
+    """Requests labels for a data set, and stores them in the folder of `cache`. Use it for one run only."""
 
     _view: CacheView  # set by `key`
 
@@ -88,10 +88,11 @@ class Labeller:
         self._known = self._labelled = 0
 
     def key(self, *, relabel: bool = False) -> CacheKey:
-        """Return the key of the labels, once the first teacher has reported its model; `DataGuard.admit` the data.
+        """Wait for the first teacher's model, check the data (`DataGuard.admit`), and return the labels' key.
 
-        Raises `NoTeacherError` if no teacher with the requested version was live for `teacher_timeout_s`, and
-        `SettingsError` if data and model do not match, or the model's version is unknown and `plan` names none.
+        Raises `NoTeacherError` if no teacher with the requested version was live for `teacher_timeout_s`. Raises
+        `SettingsError` if the data and the model do not match, or if the model's version is unknown and `plan` does not
+        specify one.
         """
         _check_kind(self._data, self._session)
         self._view = self._session.labeller.view(tuple(self._data.inputs))
@@ -99,10 +100,10 @@ class Labeller:
         return self._view.key
 
     def label_all(self, tell: Callable[[LabelProgress], None] = lambda _: None) -> LabelProgress:
-        """Label all rows that have no label yet. On return all labels are on disk. Call `key` first.
+        """Label all rows that have no label yet. When this returns, all labels are on disk. Call `key` first.
 
-        After a kill, call this again in a new process: no answered label is lost. `tell` is called after every batch,
-        in this thread. Raises `ConflictError` if the data changed during the run.
+        If the process is killed, call this again in a new process: labels already received are kept. `tell` is called
+        after every batch, in this thread. Raises `ConflictError` if the data changed during the run.
         """
         self._begin(tell)
         try:
@@ -180,8 +181,8 @@ def label_batches(
 ) -> None:
     """Send batches of a data set to teachers, and call `answered` with each labelled batch, in order.
 
-    If this returns, or raises one of `OF_THE_ROWS`, no thread uses `batches` any longer. Raises `TemporaryError` if the
-    data set is still loading a sample after `source_timeout_s`.
+    Once this has returned, or has raised one of `OF_THE_ROWS`, no thread uses `batches` any longer. Raises
+    `TemporaryError` if the data set is still loading a sample after `source_timeout_s`.
     """
     getters = {name: _input(name) for name in data.inputs}
     kind = SequenceColumnsCutter if data.sequences else BatchCutter
@@ -207,7 +208,7 @@ def label_batches(
 def lookup_of(
     data: LabelDataset, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None
 ) -> Sequence[SampleId] | SequenceIds:
-    """Return the ids for looking up labels; for sequences from a file, with fingerprints of loaded texts."""
+    """Return the ids for looking up labels; for sequences in a file, with fingerprints of the loaded texts."""
     if not data.sequences:
         return ids
     if inputs is None or not isinstance(data, RaggedData):
@@ -221,7 +222,7 @@ def lookup_of(
 
 
 def _check_kind(data: LabelDataset, session: LabelSession) -> None:
-    """Check that data and model are both of rows or both of sequences, and tell the data its input of positions."""
+    """Check that data and model both use rows or both sequences; tell the data which input takes positions."""
     spec = session.labeller.model_spec()
     if bool(spec.sequences) != data.sequences:
         kinds = ("sequences", "rows") if data.sequences else ("rows", "sequences")

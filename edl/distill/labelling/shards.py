@@ -1,11 +1,13 @@
-"""`ShardLabeller`, which labels ranges of rows from a `ShardSource` and reports each once its labels are on disk.
+"""`ShardLabeller`: labels ranges of rows from a `ShardSource`; reports each range once its labels are on disk.
 
 The caller's thread takes a shard and starts a stream of batches, to which the loading thread adds further shards. From
 time to time, and after each stream, the caller's thread commits: it waits until all labels are on disk, and reports the
-shards whose rows all have one. A bad row (teachers refuse it, or it cannot be loaded) ends its stream. The rows of its
-shard are then bisected: the good ones are labelled, and the shard is reported failed with the ids of the others.
+shards in which every row has a label. A bad row (one that teachers reject, or that cannot be loaded) ends its stream.
+The rows of its shard are then bisected: the good rows are labelled, and the shard is reported as failed, with the ids
+of the bad rows.
 
-The threads share queues with atomic operations; the caller's thread changes anything else only after the other's end.
+The two threads share queues with atomic operations; the caller's thread changes other state only after the loading
+thread has ended.
 """
 
 from __future__ import annotations
@@ -66,11 +68,11 @@ class RowShard:
 
 
 class ShardSource(abc.ABC):
-    """Hands out ranges of rows and receives reports about them. Two threads call `take`, one at a time."""
+    """Hands out ranges of rows and receives reports about them. Two threads call `take`, but never at once."""
 
     @abc.abstractmethod
     def take(self, timeout_s: float) -> RowShard | None:
-        """Wait up to `timeout_s` for a shard; return None if there is none now, raise `EDLError` to end the worker."""
+        """Wait up to `timeout_s` for a shard; return None if there is none; raise `EDLError` to end the worker."""
 
     @property
     @abc.abstractmethod
@@ -110,8 +112,8 @@ class ShardLabeller(Labeller):
     ) -> LabelProgress:
         """Label the source's shards until it has finished. Call `key` first; `tell` is called after every batch.
 
-        Shards whose labels are on disk are reported even after an error. Raises `ConflictError` if the data changed,
-        and `PermanentError` if several shards failed in a row, with no row labelled.
+        Even after an error, shards whose labels are on disk are reported. Raises `ConflictError` if the data changed,
+        and `PermanentError` if several shards in a row failed without a single labelled row.
         """
         self._source = source
         self._begin(tell)
@@ -163,7 +165,7 @@ class ShardLabeller(Labeller):
         self._tell(self._progress())
 
     def _commit(self) -> None:
-        """Wait until the labels of answered shards are on disk, and report these shards done."""
+        """Wait until the labels of answered shards are on disk, and report these shards as done."""
         self._committing = True
         shards = [self._answered.popleft() for _ in range(len(self._answered))]
         self._skipped = 0
@@ -187,7 +189,7 @@ class ShardLabeller(Labeller):
         self._commit_at = now + min(interval_s, _LAST_COMMIT_S)
 
     def _end_with(self, exc: BaseException) -> None:
-        """Report known results of shards before an error ends the run. The source returns the others."""
+        """Report the known results of shards before an error ends the run. The source returns the other shards."""
         if self._committing:
             return
         try:
@@ -202,7 +204,7 @@ class ShardLabeller(Labeller):
                 self._source.report_failed(shard, _cut(f"{type(exc).__name__}: {exc}"))
 
     def _label_singly(self, shard: RowShard, why: str) -> None:
-        """Label the good rows of a suspect shard, and report it failed if it has bad ones."""
+        """Label the good rows of a suspect shard; report the shard as failed if it has bad rows."""
         self._in_hand = shard
         index = self._unknown(shard)
         bad, untried = self._find_bad_rows(self._parts_of(index))
@@ -227,7 +229,7 @@ class ShardLabeller(Labeller):
         self._in_hand = None
 
     def _find_bad_rows(self, parts: list[Array]) -> tuple[dict[int, str], int]:
-        """Bisect rows that fail, over separate connections; return why rows failed, and how many are left."""
+        """Bisect rows that fail, over separate connections; return why they failed, and how many are untried."""
         options = self._plan.options
         policy = replace(
             options.policy, failures_to_open=_NEVER, open_min_s=_PAUSE_S, aside_s=_PAUSE_S, task_failures=2
@@ -252,16 +254,17 @@ class ShardLabeller(Labeller):
     # Either thread
 
     def _has_more(self, timeout_s: float) -> bool:
-        """Return whether there are rows to load, or a new shard that may have some."""
+        """Return whether there are rows to load, or a new shard that may contain rows to load."""
         if self._waiting:
             return True
         ends = self._suspects or self._failure is not None or self._skipped >= _MOST_SKIPPED
         return not ends and self._take(timeout_s)
 
     def _take(self, timeout_s: float) -> bool:
-        """Take a shard, and queue its rows without a label; return whether there was one.
+        """Take a shard, and queue its rows that have no label; return whether there was a shard.
 
-        Errors are kept for the caller's thread: raised within `data.load`, they would look like a sample's.
+        Errors are kept and raised in the caller's thread: raised within `data.load`, they would look like errors in
+            loading a sample.
         """
         try:
             shard = self._source.take(timeout_s)
@@ -306,10 +309,10 @@ class ShardLabeller(Labeller):
             yield from _loaded(self._data, self._hand_out())
 
     def _hand_out(self) -> Iterator[Array]:
-        """Yield rows to load while some are available without a wait.
+        """Yield rows to load for as long as some are available without waiting.
 
-        Loaders read ahead: one waiting here would keep loaded rows from being labelled, and their shards from being
-        completed, which other workers may be waiting for in the same way.
+        Loaders read ahead. If a loader waited here, rows already loaded would not be labelled and their shards would
+        not be completed. Other workers may be waiting for these shards in the same way.
         """
         while self._has_more(0.0):
             if self._waiting:

@@ -1,11 +1,12 @@
 """PyTorch losses for a student that learns from soft labels; `edl.distill.paddle_losses` is the PaddlePaddle version.
 
-Logits are [rows, ..., classes]. They are computed in float32 (float64 if the student's are), whatever the precision of
-the labels and of autocast; no gradient flows to the teacher. Losses over probabilities at a temperature T are
-multiplied by T², so that their gradients keep their size next to a hard loss when T changes (Hinton, Vinyals, Dean,
-"Distilling the Knowledge in a Neural Network", 2015, section 2). `reduction` is "mean" over all rows and positions
-(`batchmean` in `torch.nn.KLDivLoss`, whose "mean" divides by the classes too), "sum", or "none" for [rows, ...].
-Invalid shapes, types and values raise `SettingsError`; values are checked only on the CPU.
+Logits are [rows, ..., classes]. Losses are computed in float32 (in float64 if the student's outputs are float64),
+whatever the precision of the labels and of autocast; no gradient flows to the teacher. Losses over probabilities at a
+temperature T are multiplied by T², so that their gradients keep the same size relative to a hard loss when T changes
+(Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network", 2015, section 2). `reduction` is "mean" over all
+rows and positions, "sum", or "none" for [rows, ...]. This "mean" is called `batchmean` in `torch.nn.KLDivLoss`, whose
+own "mean" also divides by the number of classes. Invalid shapes, types and values raise `SettingsError`; values are
+checked only on the CPU.
 """
 
 from __future__ import annotations

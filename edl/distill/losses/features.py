@@ -16,7 +16,7 @@ smaller bound would take rounding errors (about 1e-9 for float32 probabilities a
 
 
 def _unit_vectors(vectors: Tensor) -> Tensor:
-    """Return vectors [..., features] of any size scaled to length 1, and zeros for vectors without a direction."""
+    """Return vectors [..., features] scaled to length 1, and zeros for vectors without a direction."""
     largest = vectors.detach().abs().amax(dim=-1, keepdim=True)
     missing = largest <= _LEAST_ELEMENT  # false for NaN, which stays NaN
     scaled = vectors / largest.masked_fill(missing, 1.0)  # squares of large ones overflow
@@ -31,7 +31,7 @@ def feature_mse(
     *,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Return the squared difference of features [rows, ...], averaged over all axes but the first.
+    """Return the squared difference between features [rows, ...], averaged over all axes but the first.
 
     Source: Romero et al., "FitNets: Hints for Thin Deep Nets", 2015.
 
@@ -39,7 +39,8 @@ def feature_mse(
         student: Features of the student, floating-point [rows, ...].
         teacher: Features of the teacher, [rows, ...].
         projection: Module that maps the student's features to the teacher's shape, for example `torch.nn.Linear(128,
-            512)`. It learns with the student: give its parameters to the optimizer, and discard it after training.
+            512)`. The module is trained with the student: give its parameters to the optimizer, and discard it after
+            training.
         reduction: Reduction over rows; see `edl.distill.losses`.
     """
     projected, target = _projected(student, teacher, projection)

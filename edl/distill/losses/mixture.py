@@ -55,8 +55,9 @@ class DistillLoss(MixedLoss, nn.Module):
         loss(student(images), soft_labels, labels).backward()
 
     Args:
-        temperature: Temperature T of the soft loss; "mse" does not use it. It must be the temperature of `TopK` labels.
-        alpha: Share of the soft loss, from 0 to 1.
+        temperature: Temperature T of the soft loss; "mse" does not use it. With `TopK` labels, it must equal their
+            temperature.
+        alpha: Weight of the soft loss, from 0 to 1; the hard loss gets the rest.
         soft: Kind of soft loss: "kl", "cross_entropy" or "mse" (of logits).
         teacher_is: Kind of the teacher's outputs; see `soft_cross_entropy`.
         reduction: Reduction over rows; see `edl.distill.losses`.

@@ -34,7 +34,7 @@ from edl.protocol.tensors import Array
 from edl.settings import is_count
 
 TokenCount = int | float | Tensor | None
-"""Divisor of a sum over tokens; None for the number of this call's tokens that the mask keeps."""
+"""Divisor of a sum over tokens; None for the number of tokens that the mask keeps in this call."""
 
 _CHUNK_LOGITS = 2**25
 """Logits per chunk: 128 MiB in float32, with a handful of copies alive at once. With a few hundred tokens or fewer per
@@ -60,9 +60,9 @@ def chunked_token_loss(
 ) -> Tensor:
     """Compute `token_loss` of `head(hidden)`, with the logits of only one chunk of tokens at a time.
 
-    The logits of 8,192 tokens over 152,000 are 5 GB in float32, and a loss keeps several copies. Here each chunk's
-    logits are computed, and recomputed for the backward pass. Masked tokens cost nothing. Source of the idea: Hsu et
-    al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
+    For 8,192 tokens and a vocabulary of 152,000, the logits take 5 GB in float32, and a loss keeps several copies. This
+    function computes each chunk's logits, and computes them again in the backward pass. Masked tokens cost nothing.
+    Source of the idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
 
     Args:
         hidden: Hidden states before the head, floating-point [rows, ..., features].
@@ -71,12 +71,12 @@ def chunked_token_loss(
         mask: Token mask; see `token_loss`.
         beta: Direction of the divergence; see `token_loss`.
         hard_labels: Targets for `hard_weight`; see `token_loss`.
-        hard_weight: Share of the cross-entropy; see `token_loss`.
+        hard_weight: Weight of the cross-entropy; see `token_loss`.
         temperature: Temperature of the labels; see `token_loss`.
         token_count: Divisor of the sum over tokens; see `token_loss`.
         floor: Smallest teacher probability; see `token_loss`.
         padded_vocabulary: Whether the vocabularies may differ in size; see `token_loss`.
-        chunk_tokens: Number of tokens per chunk; None for as many as give about 33 million logits.
+        chunk_tokens: Number of tokens per chunk; None for the number of tokens that gives about 33 million logits.
 
     Returns:
         The sum over tokens divided by their count, like `token_loss` with reduction "mean".
@@ -134,7 +134,7 @@ def _vocabulary(head: Tensor | Callable[[Tensor], Tensor], labels: TopK) -> int:
 
 
 KLEstimator: TypeAlias = Literal["k1", "k3"]
-"""Estimator of a KL from samples, by Schulman's names."""
+"""Estimators of a KL divergence from samples, named as by Schulman."""
 
 _MOST_NATS = 20.0
 """Largest absolute log-ratio of a sampled token (e^20 is 5e8). float32 overflows at e^88; long before that, a single
@@ -177,19 +177,20 @@ def sampled_kl(
 ) -> Tensor:
     """Estimate KL(student ‖ teacher) from tokens that the student sampled, with the gradient of that KL.
 
-    With r = P(token) / Q(token), Q the student, the value is -log r (k1: unbiased, negative for some tokens) or (r - 1)
+    Let r = P(token) / Q(token), where P is the teacher and Q the student. The value is -log r (k1: unbiased, negative
+    for some tokens) or (r - 1)
     - log r (k3: unbiased, never negative, lower variance). Source: Schulman, "Approximating KL Divergence", 2020.
 
-    The gradient is (log Q - log P) ∇log Q with either, whose expectation over tokens of Q is the gradient of the KL at
-    that position. Differentiating the values would give a different gradient: that of k1 has expectation 0, that of k3
-    is the gradient of the forward KL(teacher ‖ student). Source: Tang and Munos, "On a few pitfalls in KL divergence
-    gradient estimation for RL", 2025. The effect of a token on later tokens is ignored, as in token-level on-policy
-    distillation.
+    With either estimator, the gradient is (log Q - log P) ∇log Q, whose expectation over tokens sampled from Q is the
+    gradient of the KL at that position. Differentiating the values would give a different gradient: for k1, its
+    expectation is 0; for k3, its expectation is the gradient of the forward KL(teacher ‖ student). Source: Tang and
+    Munos, "On a few pitfalls in KL divergence gradient estimation for RL", 2025. The effect of a token on later tokens
+    is ignored, as in token-level on-policy distillation.
 
     Args:
         student: Log-probabilities of the sampled tokens, floating-point [rows, ...]; see `token_log_probabilities`.
-        teacher: The teacher's log-probabilities of the same tokens, at the same temperature. Its ratio to the
-            student's probability is limited to e^-20 to e^20, also for -inf.
+        teacher: The teacher's log-probabilities of the same tokens, at the same temperature. The ratio of the teacher's
+            probability to the student's is limited to the range from e^-20 to e^20, even if a log-probability is -inf.
         estimator: Estimator of the value: "k1" or "k3".
         mask: Token mask; see `token_loss`.
         token_count: Divisor of the sum over tokens; see `token_loss`.
@@ -225,29 +226,30 @@ def sampled_kl(
 
 
 def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *, classes: int | None = None) -> TopK:
-    """Return labels for tokens that the student chose, such as those it finds most likely, for `token_loss`.
+    """Return labels for `token_loss` over tokens that the student chose, such as its most likely tokens.
 
     ::
 
-        targets = student_logits.topk(16).indices  # asked of the teachers: `targets` beside `ids`
-        labels = target_labels(targets, target_logprobs)
-        token_loss(student_logits, labels, mask=mask, beta=1).backward()
+        targets = student_logits.topk(16).indices  # sent to the teachers as `targets`, in addition to `ids` labels =
+        target_labels(targets, target_logprobs) token_loss(student_logits, labels, mask=mask, beta=1).backward()
 
-    In the reverse direction the student's probabilities are the weights, so its own most likely tokens matter more than
-    the teacher's. The tail is 1 minus the sum of the teacher's probabilities; below about 1e-6 it is rounding error in
-    float32, but the floor of the reverse direction is no smaller. In half precision, that would be 1e-3.
+    In the reverse direction the student's probabilities are the weights, so the student's most likely tokens matter
+    more than the teacher's. The tail is 1 minus the sum of the teacher's probabilities. In float32, a tail below about
+    1e-6 is only rounding error, but the floor of the reverse direction is not below 1e-6 either. In half precision, the
+    rounding error would be 1e-3.
 
     Args:
         targets: Token ids, whole numbers [rows, ..., m], each at most once in a row.
-        log_probabilities: The teacher's log-probabilities at temperature 1, of the same shape; float32 or wider.
+        log_probabilities: The teacher's log-probabilities at temperature 1, in the shape of `targets`; float32 or
+            wider.
         classes: Size of the vocabulary; None if unknown. If all its tokens are targets, the tail is empty.
 
     Returns:
-        Labels of tensors with temperature 1, on the device of `targets`.
+        Labels with temperature 1 whose arrays are tensors on the device of `targets`.
 
     Raises:
-        SettingsError: The shapes do not match, log-probabilities have half precision, or, on the CPU, a row has a value
-            above 0, sums to more than 1 or contains a token twice.
+        SettingsError: The shapes do not match, or log-probabilities have half precision. On the CPU, also: a row has a
+            log-probability above 0, its probabilities sum to more than 1, or it contains a token twice.
     """
     ids = TORCH.tensor(targets, targets if isinstance(targets, Tensor) else torch.empty(0))
     values = TORCH.tensor(log_probabilities, ids).detach()

@@ -23,7 +23,7 @@ def outputs_nbytes(outputs: Outputs) -> int:
 
 
 class AnswerSizeEstimator:
-    """Estimates the bytes of a service's answers from past ones."""
+    """Estimates the size in bytes of a service's answers from its past answers."""
 
     def __init__(self) -> None:
         self._row_nbytes: float | None = None
@@ -43,7 +43,8 @@ Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[S
 def item_outputs(item: Item, service: int) -> Outputs:
     """Return an item's outputs from a service: its own writable arrays [rows, ...], or `TopK`.
 
-    `TopK` of sequences are copied: a kept text would otherwise keep the answers to its whole request alive.
+    The `TopK` of a sequence is copied. Otherwise, as long as one text is kept, the answers to its whole request would
+        stay in memory.
     """
     pieces: list[Outputs] = []
     for chunk, start, stop in item.parts:
@@ -58,7 +59,7 @@ def item_outputs(item: Item, service: int) -> Outputs:
 
 
 def copied(output: Array | TopK) -> Array | TopK:
-    """Return a copied output, which does not keep a whole request's arrays alive."""
+    """Return a copy of an output that does not keep the arrays of the whole request in memory."""
     return output.map(np.copy) if isinstance(output, TopK) else np.copy(output)
 
 
@@ -87,7 +88,7 @@ class Combiner:
         self._weights = np.asarray(weights, np.float64) / sum(weights)
 
     def __call__(self, outputs: Sequence[Outputs]) -> list[Outputs]:
-        """Return a single mapping, or a mapping per service if they are delivered side by side."""
+        """Return a single mapping, or one mapping per service if their answers are not combined."""
         if self._how == "each" or len(outputs) <= 1:
             return list(outputs)
         return [{name: self._one(name, [service[name] for service in outputs]) for name in outputs[0]}]

@@ -1,4 +1,4 @@
-"""Labels chunks of rows from one or several services, over engines, shared memory and cache that outlive epochs."""
+"""Labels chunks of rows with one or several services; its engines, shared memory and cache outlive epochs."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class _Service:
 
 
 class ChunkLabeller:
-    """Connections, shared memory and cache of a reader. Only the feeding thread calls `submit`; any may call the rest.
+    """A reader's connections, shared memory and cache. Only `submit` must be called in the feeding thread.
 
-    A route is the number of the only service that labels a row; None if all do. Waits for teachers end once `stopped`
-    returns True. They raise `NoTeacherError` at their deadline, and `SettingsError` as soon as all teachers have
-    answered and none can serve the request (`Engine.lacking`).
+    A route is the number of the only service that labels a row; None if all do. Methods that wait for teachers stop
+    waiting once `stopped` returns True. They raise `NoTeacherError` at their deadline, and `SettingsError` as soon as
+    all teachers have answered and none can serve the request (`Engine.lacking`).
     """
 
     def __init__(self, request: LabelRequest) -> None:
@@ -144,12 +144,12 @@ class ChunkLabeller:
         return all(self.engines[index].await_spec(0.0) is not None for index in self.asked(route))
 
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
-        """Return the largest number of rows per request that a route's teachers accept; 0 for any."""
+        """Return the largest number of rows per request that a route's teachers accept; 0 for any number."""
         known = [index for index in self.asked(route) if self.await_spec(index, stopped) is not None]
         return min(filter(None, (self.engines[index].pool.limits.max_rows for index in known)), default=0)
 
     def max_sequence(self, route: int | None = None) -> int:
-        """Return the length of the longest sequence that every service has a teacher for; 0 for any."""
+        """Return the longest sequence for which every service has a teacher that accepts it; 0 for any length."""
         return min(filter(None, (self.engines[at].pool.limits.max_sequence for at in self.asked(route))), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
@@ -162,9 +162,10 @@ class ChunkLabeller:
         return min(fitting, default=0)
 
     def awaits_sequence(self, rows: int, since: float, route: int | None = None) -> bool:
-        """Return whether to wait for a teacher that accepts a sequence too long for all known ones.
+        """Return whether to wait for a teacher that accepts a sequence too long for all known teachers.
 
-        For a fixed list, only while some teachers are still connecting; for a service always, as teachers come and go.
+        With a fixed list of teachers, wait only while some are still connecting; with a service, always wait, because
+        teachers come and go.
         """
         short = [at for at in self.asked(route) if rows > self.engines[at].pool.limits.max_sequence > 0]
         if not short or time.monotonic() - since > self._timeout_s:
@@ -190,7 +191,7 @@ class ChunkLabeller:
         return self.max_sequence(route)
 
     def lacks_teacher(self, since: float, route: int | None = None) -> bool:
-        """Return whether a service of a route has had no teacher yet; raise if the wait for it is over."""
+        """Return whether a service of a route has had no teacher yet; raise an error if the wait has expired."""
         for index in self.asked(route):
             if self.engines[index].await_spec(0.0) is None:
                 error = self._useless(index, since)
@@ -205,7 +206,7 @@ class ChunkLabeller:
         return engine.lacking() or (engine.no_teacher() if time.monotonic() - since > self._timeout_s else None)
 
     def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
-        """Wait for a service's first teacher; return its model, None if the work ended first."""
+        """Wait for a service's first teacher; return the teacher's model, or None if `stopped` was True first."""
         begin = time.monotonic()
         engine = self.engines[index]
         warned = False
@@ -233,14 +234,14 @@ class ChunkLabeller:
 
     @property
     def depth(self) -> int:
-        """Number of chunks to keep open: enough that a teacher four times slower than others does not block them."""
+        """Number of chunks to keep open, so that a teacher four times slower than others does not block them."""
         capacities = [engine.capacity for engine in self.engines]
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
-        """Return the unsent chunks of a route (None: of any) as a share of the sufficient number.
+        """Return a route's number of unsent chunks as a share of the sufficient number (None: of all services).
 
-        At 1 the feeding thread pauses: more chunks would only evict warm memory from the CPU's caches.
+        At 1, the feeding thread pauses, because more chunks would only evict warm memory from the CPU's caches.
         """
         asked = self.asked(route)
         waiting = max((self._services[at].submitted - self.engines[at].dispatched for at in asked), default=0)
@@ -256,10 +257,11 @@ class ChunkLabeller:
             chunk.foreseen = chunk.foreseen and nbytes is not None and (chunk.ids is None or bool(knows_version))
 
     def limit_answers(self, chunks: Collection[Chunk], needed: Collection[Chunk], *, limited: bool) -> bool:
-        """Keep only as many requests pending as fit `memory_bytes` if answers are as large as the last ones.
+        """Cancel pending requests beyond `memory_bytes`, assuming that answers are as large as the last answers.
 
-        The newest of the open `chunks` are cancelled and sent again later, but not the two oldest or the `needed` ones.
-        Call it on the loop; it returns whether some requests wait, which the next call gets as `limited`.
+        The requests of the newest open `chunks` are cancelled and sent again later; those of the two oldest chunks and
+        of the `needed` chunks are not. Call this on the loop. It returns whether some requests wait; pass the result to
+        the next call as `limited`.
         """
         done = [chunk for chunk in chunks if chunk.done or not chunk.jobs]
         pending = sorted((chunk for chunk in chunks if chunk.jobs and not chunk.done), key=lambda each: each.jobs[0][1])
@@ -279,7 +281,7 @@ class ChunkLabeller:
         return last < math.inf
 
     def _expected_weight(self, chunk: Chunk) -> int:
-        """Return a chunk's bytes if its pending answers are as large as the last ones."""
+        """Return a chunk's size in bytes, assuming that its pending answers are as large as the last answers."""
         weight = chunk.weight
         for slot, index in enumerate(self.asked(chunk.route)):
             if chunk.outputs[slot] is None:
@@ -290,7 +292,8 @@ class ChunkLabeller:
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> int:
         """Request the chunk's labels from its services; return the bytes by which cached answers exceed the estimate.
 
-        `changed` is called when the chunk was sent or may be done; for an answer, with the bytes beyond the estimate.
+        `changed` is called when the chunk has been sent, and when it may be done; after an answer, it is called with
+        the number of bytes by which the answer exceeds the estimate.
         """
         surplus_nbytes = 0
         if self._offline is not None and chunk.ids is not None:
@@ -356,7 +359,7 @@ class ChunkLabeller:
         changed(surplus_nbytes)
 
     def _check_agreement(self, index: int, spec: ModelSpec) -> None:
-        """Check that a route's outputs match the other routes', because a batch may have rows of both."""
+        """Check that a route's outputs match those of other routes, because a batch may have rows of several."""
         service = self._services[index]
         tokenizer = service.engine.compatibility.tokenizer
         for other, known in enumerate(self._services):
@@ -416,9 +419,9 @@ class ChunkLabeller:
         return missing
 
     def view(self, inputs: tuple[str, ...]) -> CacheView:
-        """Return the cache view of the only service's labels for `inputs`; wait for its first teacher.
+        """Wait for the first teacher of the only service; return the cache view of its labels for `inputs`.
 
-        Raises `SettingsError` if that has no version.
+        Raises `SettingsError` if that teacher does not report a version.
         """
         spec, service = self.model_spec(), self._services[0]
         assert service.labels is not None
@@ -435,7 +438,7 @@ class ChunkLabeller:
         return self._cache_queue.queued_bytes if self._cache_queue is not None else 0
 
     def prepare_epoch(self) -> None:
-        """Wait until the previous epoch's answers are cached, and switch to the teachers' current version."""
+        """Wait until the previous epoch's answers are cached; then switch to the teachers' current version."""
         if self._cache_queue is not None:
             self._cache_queue.drain()
         elif not self.refuses_versions:
@@ -483,7 +486,7 @@ class ChunkLabeller:
         )
 
     def begin_epoch(self) -> None:
-        """Record that an epoch begins, in the thread whose trace span the requests get."""
+        """Record that an epoch begins. The requests belong to the trace span of the calling thread."""
         self._epoch_begins = True
         self._traceparent = current_traceparent()
         for engine in self.engines:
@@ -510,7 +513,7 @@ class ChunkLabeller:
 def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
     """Return a chunk's fields, with the positions of its rows if the source has none.
 
-    Raises `SourceError` for sequences with a model of rows, and for rows with a model of sequences.
+    Raises `SourceError` if sequences are sent to a model that takes rows, or rows to a model that takes sequences.
     """
     name = spec.sequences
     if chunk.positions is not None:
@@ -541,7 +544,7 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
 
 
 def _store(chunk: Chunk, slot: int, outputs: Outputs, sizes: AnswerSizeEstimator | None = None) -> int:
-    """Store and count the outputs of a chunk before they are delivered; return the bytes beyond the estimate."""
+    """Store and count a chunk's outputs before delivery; return by how many bytes they exceed the estimate."""
     nbytes = outputs_nbytes(outputs)
     surplus_nbytes = nbytes - chunk.answers_nbytes[slot]
     chunk.answers_nbytes[slot] = nbytes

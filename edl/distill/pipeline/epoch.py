@@ -1,7 +1,7 @@
-"""One pass over the user's data: a thread feeds the teachers ahead of the training loop, which takes items in order.
+"""One pass over the user's data: a thread sends it to teachers ahead of the training loop, which takes items in order.
 
-The garbage collector may close an abandoned iterator in any thread at any time, so nothing here takes a lock. Every
-piece of state has a single writer or is changed by atomic operations, and threads wait on a `Notifier`.
+The garbage collector may close an abandoned iterator in any thread at any time, so no code in this module takes a lock.
+Every piece of state has a single writer or is changed by atomic operations, and threads wait on a `Notifier`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SourceClock:
 
 
 def source_wait_s(waited_s: float, source_s: float, clock: SourceClock, chunks: Collection[Chunk]) -> float:
-    """Return the seconds of a wait that the source caused: those until the last chunk was sent."""
+    """Return how many seconds of a wait the source caused: the seconds until the last chunk was sent."""
     if chunks and all(chunk.sent for chunk in chunks):
         until_s = max(chunk.source_s for chunk in chunks)
     else:
@@ -63,8 +63,8 @@ T = TypeVar("T")
 class EpochIterator(Iterator[T], Generic[T]):
     """The values of a generator. After an error, every further `next` raises `ClosedError`.
 
-    A plain generator would raise `StopIteration`, and a loop that catches the error and continues would see a complete
-    epoch.
+    A plain generator would raise `StopIteration`. A loop that catches the error and continues would then take the epoch
+    for complete.
     """
 
     __slots__ = ("__weakref__", "_failed", "_values")
@@ -100,14 +100,16 @@ class Epoch:
     """An iterator over items whose chunks are done. Closing it drops pending requests.
 
     The feeding thread reads `source` only while fewer chunks are open than the teachers can use, and less memory is
-    held than the session allows. While the source produces a value, the thread lends out the cutter. If the training
-    loop waits for a partly filled request, and the source has been silent for `linger_s`, the loop's thread sends it.
+    held than the session allows. While the source produces a value, another thread may use the cutter. If the training
+    loop waits for a partly filled request, and the source has yielded nothing for `linger_s`, the training loop's
+    thread sends the request.
 
     The session refers to its epoch, and a reader's finalizer to the session. So an ended epoch must not hold objects
     that may refer to the reader: the source (only the thread has it), or an error raised in the training loop, whose
     traceback refers to the reader.
 
-    `end_source` ends a source that waits for the training loop. `close` calls it, so it must neither wait nor lock.
+    `end_source` ends a source that waits for the training loop. `close` calls `end_source`, which must therefore
+    neither wait nor take a lock.
     """
 
     def __init__(
@@ -146,7 +148,8 @@ class Epoch:
     def start(self, shared: object = None) -> None:
         """Start reading the source, unless the epoch is already closed. `shared`: see `READING`.
 
-        Not part of `__init__`: the source may use its reader at once, which must know this epoch.
+        This is not part of `__init__`, because the source may use its reader at once, and by then the reader must know
+            this epoch.
         """
         if not self._closed:
             if shared is not None:
@@ -195,12 +198,12 @@ class Epoch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows' inputs and answers; pending answers are estimated."""
+        """Size of these rows' inputs and answers in bytes; the size of pending answers is estimated."""
         return 0 if self._closed else max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
 
     @property
     def waiting_s(self) -> tuple[float, float]:
-        """Seconds that the training loop has waited for the next item so far, and how many of these for the source."""
+        """Seconds that the training loop has waited for the next item, and how many of them the source caused."""
         waiting = self._waiting
         return (0.0, 0.0) if waiting is None else self._split_wait(*waiting)
 
@@ -238,7 +241,7 @@ class Epoch:
     def join(self, timeout_s: float) -> bool:
         """Wait, after `close`, until the feeding thread no longer uses the source; return False if it still does.
 
-        Returns at once in the feeding thread, in which a source may close its own reader.
+        Returns at once if called in the feeding thread, because a source may close its own reader there.
         """
         if self.is_feeding() or os.getpid() != self._pid:
             return True
@@ -294,7 +297,7 @@ class Epoch:
         return chunk.error if chunk.done else self._failure  # else the source failed before it was full
 
     def _await_sent(self, chunk: Chunk) -> None:
-        """Wait until a partly filled request is sent; send it from here if the source stays silent."""
+        """Wait until a partly filled request is sent; send it in this thread if the source yields nothing."""
 
         def over() -> bool:
             return chunk.sent or self._closed or self._fed
@@ -369,9 +372,9 @@ class Epoch:
                 return
 
     def _set_limits(self, cutter: Cutter, longest: Mapping[int | None, int]) -> None:
-        """Tell the cutter the limits of a value's teachers; raise `ClosedError` if the epoch is closed.
+        """Set the limits of a value's teachers in the cutter; raise `ClosedError` if the epoch is closed.
 
-        This may wait for a teacher. Earlier rows, whose teachers are connected, are sent first.
+        This may wait for a teacher. Before that, it sends earlier rows, because their teachers are connected.
         """
         labeller = self._labeller
         for route, rows in longest.items():
@@ -389,7 +392,7 @@ class Epoch:
         self._check_open()
 
     def _take_back(self) -> bool:
-        """Wait for the cutter, which the training loop may be using; False if the epoch is closed."""
+        """Wait until the training loop does not use the cutter; return False if the epoch is closed."""
         while True:
             try:
                 self._lent.pop()
@@ -416,7 +419,7 @@ class Epoch:
             self._for_loop.notify()
 
     def _drop_unsent(self) -> None:
-        """Remove the last items with unsent rows, because the failure is raised before them."""
+        """Remove the last items, if they have unsent rows, because the failure is raised in their place."""
         with contextlib.suppress(IndexError):  # the training loop takes from the other end
             while True:
                 item = self._items.pop()
@@ -448,10 +451,10 @@ class Epoch:
         return not self._closed
 
     def _next_chunk(self, cutter: Cutter, unsent: list[Chunk]) -> Chunk | None:
-        """Wait for room for the first of these chunks, then remove and return it; return None if the epoch is closed.
+        """Wait for room for the first of these chunks; remove and return it, or None if the epoch is closed.
 
-        The chunk that the training loop waits for goes first, even if partly filled: with several routes, a later
-        request may fill up before it.
+        The chunk that the training loop waits for is sent first, even if it is only partly filled: with several routes,
+        a later request may be full before this chunk is.
         """
         while not self._closed:
             awaited = self._awaited
@@ -490,7 +493,7 @@ class Epoch:
     # The event loop's thread
 
     def _notify(self, surplus_nbytes: int = 0) -> None:
-        """Wake threads that wait for a chunk that was sent, or answered with this many bytes more than estimated."""
+        """Wake waiting threads after a chunk was sent, or answered with so many bytes more than estimated."""
         if surplus_nbytes:
             self._answers_nbytes += surplus_nbytes
             if surplus_nbytes > 0 and self.nbytes > self._labeller.memory_bytes:
@@ -524,7 +527,7 @@ class Epoch:
 
 
 def _failure_of(error: BaseException) -> BaseException:
-    """Return the error to raise in the training loop, where a `StopIteration` would look like the source's end."""
+    """Return the error to raise in the training loop, in which a `StopIteration` would look like the source's end."""
     if not isinstance(error, StopIteration):
         return error
     failure = SourceError("StopIteration was raised while reading the fields of an item of the source")

@@ -1,4 +1,4 @@
-"""Looks labels up in the soft-label cache before teachers are asked, and stores answers afterwards."""
+"""Looks up labels in the soft-label cache before teachers are asked, and stores answers afterwards."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _MOST_ELEMENTS = 512  # of a row, to compare: takes a tenth of the time of hashi
 
 
 class SeenInputs:
-    """Detects an id that is used for rows with different inputs in one run, such as a class number."""
+    """Detects an id that rows with different inputs share in one run, such as a class number used as an id."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, int] = {}  # hash of the inputs by id
 
     def check(self, ids: Sequence[Any], inputs: Mapping[str, Array]) -> None:
-        """Raise `SettingsError` if rows have other inputs than before under their ids."""
+        """Raise `SettingsError` if a row's inputs differ from those seen before under the same id."""
         total: Array = np.zeros(len(ids), np.uint64)
         for seed, (_, array) in enumerate(sorted(inputs.items())):
             rows = array.reshape(len(ids), -1)
@@ -65,7 +65,7 @@ def _weights(seed: int, count: int) -> Array:
 
 
 class ServiceLabels:
-    """The labels of a service in the cache. `weights_versions`: the versions declared to be hashes of the weights."""
+    """A service's labels in the cache. `weights_versions`: the versions that are declared as hashes of weights."""
 
     def __init__(
         self,
@@ -119,10 +119,10 @@ class ServiceLabels:
 
 
 class OfflineLabels:
-    """All labels of a student without teachers, from the only view in the cache that matches the specification.
+    """All labels for a student without teachers, from the only view in the cache that matches `output_spec`.
 
     Without a dtype in `output_spec`, any dtype matches, but an exact match is preferred. Raises `SettingsError` if no
-    labels match, or those of several models or versions.
+    labels match, or if labels of several models or versions match.
     """
 
     def __init__(self, cache: SoftLabelCache, dataset: str, output_spec: OutputSpec) -> None:
@@ -156,7 +156,7 @@ class OfflineLabels:
         )
 
     def look_up(self, chunk: Chunk) -> Outputs:
-        """Return the labels of a chunk; raise `NoTeacherError` if one is missing."""
+        """Return the labels of a chunk; raise `NoTeacherError` if a label is missing."""
         assert chunk.ids is not None
         if chunk.lengths is None:
             self._seen.check(as_ids(chunk.ids), chunk.fields)
@@ -198,7 +198,7 @@ def _select_ids(ids: RowIds | SequenceIds, mask: Array) -> RowIds | SequenceIds:
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """The rows or sequences of a chunk that the cache lacks, to be completed with an answer."""
+    """The rows or sequences of a chunk that the cache lacks, and that an answer will add."""
 
     found: Found  # rows that the cache has
     view: CacheView | None  # where they were looked up; None while no answer has named the model's version
@@ -213,7 +213,8 @@ class CacheMiss:
     def store(self, outputs: Outputs, version: str) -> None:
         """Store the missing rows' outputs under the version of their answer.
 
-        If that is not the version looked up, rows already stored are skipped, or each epoch would rewrite them.
+        If the labels were looked up for a different version, rows already stored under the answer's version are
+        skipped; otherwise each epoch would write them again.
         """
         ids = self.ids
         if self.view is not None and version == self.spec.version:
@@ -238,7 +239,7 @@ _IDLE_S = 3600.0  # how long the thread waits without work; `put` and `close` wa
 class CacheQueue:
     """Stores answers in the cache in a thread, so that training never waits for a disk.
 
-    Rows beyond `limit_bytes` are dropped, counted, and requested again in the next epoch.
+    Rows beyond `limit_bytes` are not stored. They are counted, and requested again in the next epoch.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -277,7 +278,7 @@ class CacheQueue:
             self.dropped_rows += rows
 
     def drain(self) -> bool:
-        """Wait up to a minute for the queue to empty; return whether it has."""
+        """Wait up to a minute until the queue is empty; return whether it is."""
         with self._changed:
             settled = self._changed.wait_for(lambda: not self.queued_bytes, _SETTLE_S)
         if not settled:
@@ -294,7 +295,7 @@ class CacheQueue:
         self._loop.wait_ended(_SETTLE_S)
 
     def _store_next(self) -> float | None:
-        """Store an answer; return the seconds until the next, None at the end."""
+        """Store the next answer; return the seconds until the next step, None at the end."""
         with self._changed:
             if not self._entries:
                 return None if self._closing else _IDLE_S

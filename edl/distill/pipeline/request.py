@@ -1,4 +1,4 @@
-"""`LabelRequest`: the labels to get and the teachers to ask; passed from readers down to connections."""
+"""`LabelRequest`: the labels to request and the teachers to ask. Readers pass it down to connections."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LabelRequest:
 
     @property
     def routes(self) -> Mapping[Any, int] | None:
-        """The service's number for each value of the routing field; None without routes."""
+        """The number of the service for each value of the routing field; None without routes."""
         return self.router.routes if self.router is not None else None
 
     @property

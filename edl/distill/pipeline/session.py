@@ -1,4 +1,4 @@
-"""Runs a reader's epochs one after the other over shared connections, and publishes its load for scaling."""
+"""Runs a reader's epochs one after the other over the same connections, and publishes its load for scaling."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _source(
     def read() -> Mapping[str, float]:
         """Return counters that never decrease.
 
-        A wait that ends between the two reads is counted next time; in the reverse order it would be counted twice.
+        A wait that ends between the two reads is counted at the next call. If the reads were in reverse order, it would
+        be counted twice.
         """
         nonlocal label_s, total_source_s
         waited_s, source_s = labeller.wait_s, labeller.source_wait_s
@@ -103,7 +104,7 @@ class LabelSession:
     ) -> Epoch:
         """End the previous epoch and start a new one; the source's iterator is created in the calling thread.
 
-        Epochs of other readers end too if they read the same iterator, or the same loader with persistent workers.
+        This also ends epochs of other readers that read the same iterator, or the same loader with persistent workers.
         Raises `TemporaryError` if the source is still busy with the previous epoch after `source_timeout_s`.
         """
         self.labeller.check()
@@ -126,7 +127,7 @@ class LabelSession:
         end_source: Callable[[], None] | None = None,
         shared: object = None,
     ) -> Epoch:
-        """Start an epoch over an iterator. `shared`: the user's source, if it returns the same iterator to all."""
+        """Start an epoch over an iterator. `shared`: the user's source, if all readers get the same iterator."""
         self.labeller.check()
         for route, part in cutter.routes.items():
             part.fit = functools.partial(self.labeller.rows_that_fit, route=route)
@@ -138,7 +139,7 @@ class LabelSession:
         return epoch
 
     def labelled(self, epoch: Epoch) -> Generator[tuple[Item, list[Any]], None, None]:
-        """Yield items with labels: an array or `TopK` per output of each service; none for an empty list."""
+        """Yield items with labels: an array or `TopK` per output of each service; no labels for an empty item."""
         request = self.labeller.request
         combiner = request.combiner()
         try:
@@ -151,7 +152,7 @@ class LabelSession:
             epoch.close()
 
     def _end_epoch(self, epoch: Epoch) -> None:
-        """End an epoch and wait until its source is free: two threads in one iterator would split its values."""
+        """End an epoch; wait until its source is free, as two threads in one iterator would split its values."""
         if epoch.is_feeding():
             raise ClosedError(
                 "the data source of a reader starts an epoch of the same reader, which would end the source's own epoch"
@@ -174,18 +175,18 @@ class LabelSession:
             )
 
     def close_without_waiting(self) -> None:
-        """Close from a finalizer, which may run in any thread at any time."""
+        """Close the session from a finalizer, which may run in any thread at any time."""
         if not self.labeller.closed and os.getpid() == self._pid:
             with contextlib.suppress(ClosedError):  # another thread may close it meanwhile
                 self.labeller.thread.call(self._close_apart)
 
     def _close_apart(self) -> None:
-        """Close in a separate thread, because this runs on the loop, which closing needs."""
+        """Close the session in a separate thread. This method runs on the loop, which must be free for closing."""
         # Not `start_call`, whose thread is a daemon: the program must wait for this thread before it ends.
         threading.Thread(target=self.close, name="edl-close").start()
 
     def close(self) -> None:
-        """End the epoch and the labeller. Has no effect in a forked child, whose parent owns them."""
+        """End the epoch and the labeller. Has no effect in a forked child, because the parent owns them."""
         if os.getpid() != self._pid or not self._first_close.acquire(blocking=False):
             return
         self.labeller.closed = True
@@ -208,16 +209,16 @@ class LabelSession:
 def open_session(request: LabelRequest, keep: Callable[[LabelSession], object]) -> None:
     """Open a session and pass it to `keep`, which ensures that it is closed.
 
-    Another thread does both: in the main thread, a signal handler may raise between any two lines, and leave a
-    half-opened session running forever.
+    Both steps run in another thread. In the main thread, a signal handler could raise an exception between any two
+    lines, and leave a half-opened session running forever.
     """
     start_call("edl-open", lambda: keep(LabelSession(request))).result()
 
 
 def _has_one_iterator(source: object) -> bool:
-    """Return whether every `iter` of a source returns the same iterator, like a loader with persistent workers.
+    """Return whether each `iter(source)` returns the same iterator, as for a loader with persistent workers.
 
-    Generators do not count: they end with the first epoch that reads them.
+    Generators do not count, because a generator ends with the first epoch that reads it.
     """
     persistent = getattr(source, "persistent_workers", getattr(source, "_persistent_workers", False))
     return bool(persistent) or (isinstance(source, Iterator) and not isinstance(source, Generator))

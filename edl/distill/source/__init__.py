@@ -1,1 +1,1 @@
-"""Cuts the user's data into requests, and checks that it does not change while its labels are pending."""
+"""Cuts the user's data into requests, and checks that the data do not change while labels are pending."""

@@ -1,4 +1,4 @@
-"""Chunks of rows (one request each), the source's items that they belong to, and the detection of reused memory."""
+"""Chunks of rows (one request each), the items to which the rows belong, and the detection of reused memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Chunk:
 
     @property
     def weight(self) -> int:
-        """Bytes of its items and answers, including pending answers."""
+        """Size in bytes of the chunk's items and answers, including pending answers."""
         return self.nbytes + self.rest_nbytes + sum(self.answers_nbytes)
 
     @property
@@ -63,7 +63,7 @@ class Chunk:
 
 @dataclass(eq=False)
 class Item:
-    """A value that the source yielded, and where its rows are."""
+    """A value that the source yielded, and the places of its rows in chunks."""
 
     value: Any  # as the source yielded it
     parts: list[tuple[Chunk, int, int]]  # (chunk, first row, end row)
@@ -78,11 +78,11 @@ class Item:
 class ReuseDetector:
     """Detects a source that refills the memory of an item while the training loop uses it.
 
-    A changed item alone is not an error, because the training loop may modify it in place. It is one if the source
-    yields the same memory, list or dictionary again.
+    A changed item alone is not an error, because the training loop may modify the item in place. It is an error if the
+    source then yields the same memory, list or dictionary again.
 
-    There is no lock: the feeding thread calls `begin_draw` and `check_drawn`, the training loop's thread `release` and
-    `check_delivered`, and any thread `clear`.
+    There is no lock: only the feeding thread calls `begin_draw` and `check_drawn`, only the training loop's thread
+    calls `release` and `check_delivered`, and any thread may call `clear`.
     """
 
     def __init__(self) -> None:

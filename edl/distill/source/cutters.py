@@ -1,10 +1,10 @@
 """Cuts the user's data into requests: gathers samples and sequences, splits batches, and tracks rows.
 
-A `Cutter` reads one kind of source. A request is for one service: a `Router` finds each sample's service, and each
-route has its own `Gatherer`, so items keep the source's order.
+A `Cutter` reads one kind of source. If teachers differ by route, a request is for one route: a `Router` finds each
+sample's route, and each route has its own `Gatherer`. Items keep the source's order.
 
 A sequence of T tokens is T rows. Row t holds token t and the teacher's prediction of token t + 1; the last row predicts
-the token after the end. Several sequences fill a request, and none is split.
+the token after the end. A request may hold several sequences, and no sequence is split.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Router:
         return found
 
     def _is_value(self, value: Any) -> bool:
-        """Return whether this is a field's value; anything else is an error, even with a route for other values."""
+        """Return whether this can be a routing value; others are errors, even with a route for other values."""
         if isinstance(value, float):
             return not math.isnan(value)
         return value is None or isinstance(value, str | bytes | int) or type(value) in map(type, self.routes)
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def _found_by(getter: Getter, value: Any, finder: str, missing: str) -> Any:
-    """Call a user's function, whose `StopIteration` would end the epoch, so it becomes an error."""
+    """Call a user's function; turn its `StopIteration`, which would end the epoch, into an error."""
     try:
         return getter(value)
     except StopIteration as exc:
@@ -118,7 +118,7 @@ class _Unit:
 
 
 class Gatherer:
-    """Gathers the rows of a route in a request, which is sealed when full."""
+    """Gathers the rows of a route in a request, and seals the request when it is full."""
 
     # returns how many rows like its argument fit in a request, by their bytes; 0 for any number
     fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
@@ -141,7 +141,7 @@ class Gatherer:
 
     @property
     def wants_limits(self) -> bool:
-        """Whether `max_rows` and `max_sequence` must be updated before the next rows, which takes time."""
+        """Whether `max_rows` and `max_sequence`, which take time to update, must be updated before the next rows."""
         return self._cutter.of_sequences or not self.open.rows
 
     def rows_like(self, fields: Mapping[str, Array]) -> int:
@@ -246,11 +246,11 @@ class Cutter(abc.ABC):
         return [chunk for gatherer in gatherers for chunk in gatherer.seal()]
 
     def seal(self, chunk: Chunk) -> list[Chunk]:
-        """Seal a partly filled request; return the sealed chunks, none if it was already sealed."""
+        """Seal a partly filled request; return the sealed chunks, or none if the request was already sealed."""
         return [sealed for gatherer in self.routes.values() if gatherer.open is chunk for sealed in gatherer.seal()]
 
     def _gather(self, unit: _Unit, ready: list[Chunk]) -> tuple[Chunk, int, int]:
-        """Add a unit to its route's request; queue full requests after those that they have overtaken too often."""
+        """Add a unit to its route's request; add full requests to `ready`, after those overtaken too often."""
         gatherer = self.routes[unit.route]
         place, full = gatherer.add(unit)
         self._units += 1
@@ -294,7 +294,7 @@ class Cutter(abc.ABC):
 
 
 class BatchCutter(Cutter):
-    """Cuts batches, whose fields are arrays [rows, ...]. A batch may be split into requests, but is never merged."""
+    """Cuts batches, whose fields are arrays [rows, ...]. Batches may be split, but are never merged."""
 
     usual_rows = 256  # a quarter of what `edl serve` queues, and four times what it computes at once
 
@@ -376,7 +376,8 @@ class SampleCutter(Cutter):
     ) -> tuple[Item, list[Chunk]]:
         """Gather the units of a value; each sequence becomes a part of the item.
 
-        `batch`: the fingerprint of the whole value, if units have none. `count`: the increment of `seen`.
+        `batch`: the fingerprint of the whole value, if the units have no fingerprints. `count`: the number to add to
+            `seen`.
         """
         longest: dict[int | None, int] = {}
         for unit in units:
@@ -454,7 +455,7 @@ class PaddedBatchCutter(SequenceCutter):
 
 
 class SequenceColumnsCutter(SequenceCutter):
-    """Gathers sequences from batches with a list of arrays [tokens, ...] for each input, which must never change."""
+    """Gathers sequences from batches that have a list of arrays [tokens, ...] per input. Arrays must never change."""
 
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
         batch = f"batch {self.seen}"

@@ -1,9 +1,9 @@
-"""Detects whether an item changed between the sending of its rows to the teachers and its delivery.
+"""Detects whether an item changed after its rows were sent to the teachers and before it was delivered.
 
-A source runs ahead of the training loop. If it refills a buffer, or puts other arrays into the same list, the training
-loop gets a different input than the teacher saw. So an item's contents are summarized when it is cut, and checked at
-delivery. Small arrays are copied. For arrays up to 1 MiB, the sums of 509 columns cover every byte; for larger ones, a
-word is read from a random position in each of 384 equal pieces.
+A source runs ahead of the training loop. If the source refills a buffer, or puts other arrays into the same list, the
+training loop gets a different input than the teacher saw. So each item's contents are summarized when the item is cut
+into requests, and checked when it is delivered. Small arrays are copied. For arrays up to 1 MiB, the sums of 509
+columns cover every byte; for larger ones, a word is read from a random position in each of 384 equal pieces.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ OBJECT_NBYTES = 33  # overhead of CPython's bytes object; without it, many short
 
 
 def arrays_nbytes(arrays: Iterable[Array]) -> int:
-    """Return the bytes that arrays hold, including the strings of string arrays."""
+    """Return the size of arrays in bytes, including the strings in string arrays."""
     return sum(array.nbytes + (_weight_of_objects(array) if array.dtype.kind == "O" else 0) for array in arrays)
 
 
 def object_nbytes(value: Any) -> int:
-    """Return the bytes that an object or its attributes report; images are counted like Pillow's."""
+    """Return the size in bytes that an object or its attributes report; images are measured like Pillow's."""
     nbytes = _own_nbytes(value)
     if nbytes is None:
         attributes = getattr(value, "__dict__", None)
@@ -97,7 +97,7 @@ class Checksum:
 
 
 def _memory(array: Array) -> Array:
-    """Return the array's bytes, broadcast ones once; a view if contiguous in memory in any order of axes."""
+    """Return an array's bytes, broadcast bytes only once; a view if its memory is contiguous for some axis order."""
     array = np.asarray(array)  # a matrix would stay two-dimensional, and a masked array would keep its mask
     if not array.flags.c_contiguous:
         array = array[tuple([slice(1) if stride == 0 else slice(None) for stride in array.strides])]
@@ -125,14 +125,14 @@ class _Part:
 
     @property
     def location(self) -> MemoryLocation:
-        """Parts of two live items have the same location if they share memory."""
+        """Where the part is: two parts of live items that share memory have the same location."""
         if self.is_array:
             return "memory", self.holder.__array_interface__["data"][0]
         return "object", id(self.holder)
 
 
 class ItemFingerprint:
-    """A summary of an item's contents, to detect changes. `inputs`: the teachers' inputs found in it, by name."""
+    """A summary of an item's contents, to detect changes. `inputs`: the teachers' inputs in it, by name."""
 
     __slots__ = ("_inputs", "_parts", "_what", "rest_nbytes")
 
@@ -292,7 +292,7 @@ def _same_objects(before: list[Any], after: list[Any]) -> bool:
 
 
 def _shared_memory(tensor: Any) -> Array | None:
-    """Return a tensor's own memory as an array, None if that requires a copy."""
+    """Return a tensor's own memory as an array; None if this would require a copy."""
     torch, paddle = sys.modules.get("torch"), sys.modules.get("paddle")
     try:
         if torch is not None and isinstance(tensor, torch.Tensor):

@@ -1,7 +1,8 @@
-"""Iterates over the user's data so that no error in it is mistaken for its end.
+"""Iterates over the user's data so that no error in the user's code is mistaken for the end of the data.
 
 Python ends a `for` loop at any `StopIteration`, and a loop over an object that has only `__getitem__` also at any
-`IndexError`. Raised by mistake in a transform or a collate function, they would silently end the epoch.
+`IndexError`. If one of these is raised by mistake in a transform or a collate function, it would silently end the
+epoch.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _REPLACED = (itertools.chain, type(iter(int, 1)))  # types that end at a user fu
 
 
 class SourceIterator(Iterator[Any]):
-    """An iterator over a user's source that distinguishes its end from a `StopIteration` raised inside it.
+    """An iterator over a user's source that tells the source's end from a `StopIteration` raised by its code.
 
-    The first batch of a PyTorch `DataLoader` without workers is read at once, in the caller's thread: it draws the
-    order from torch's global generator, and would otherwise race with training's draws.
+    The first batch of a PyTorch `DataLoader` without workers is read at once, in the caller's thread. This read draws
+    the order from torch's global generator, and would otherwise race with random draws in the training loop.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
@@ -81,7 +82,7 @@ def _draws_when_read(source: Any) -> bool:
 
 
 def _outcome(iterator: Iterator[Any]) -> Callable[[], Any]:
-    """Read the next value; return a function that returns it, or raises the error of reading it."""
+    """Read the next value; return a function that returns the value, or raises the error from reading it."""
     try:
         value = next(iterator)
     except Exception as exc:  # noqa: BLE001 - raised by the returned function
@@ -106,12 +107,12 @@ def _by_position(source: Any) -> Iterator[Any]:
 
 
 def _applies(iterator: Any) -> bool:
-    """Return whether an iterator, also of a subclass, may call user functions without a frame of its own."""
+    """Return whether an iterator's type or a base class may call user functions without its own stack frame."""
     return any(kind.__module__ in _APPLIES for kind in type(iterator).__mro__[:-1])
 
 
 def _guarded(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Return a replacement, for an iterator of a type in `_REPLACED`, that reports the user's `StopIteration`."""
+    """Return an iterator that reports the user's `StopIteration`: a replacement if its type is in `_REPLACED`."""
     if type(iterator) not in _REPLACED:
         return iterator
     held = [held for held in gc.get_referents(iterator) if held is not itertools.chain]
@@ -129,13 +130,13 @@ def _parts_of(chain: Iterable[Any]) -> Iterator[Any]:
 
 
 def _returned_by(function: Callable[[], Any], sentinel: object) -> Iterator[Any]:
-    """Yield a function's results; in a generator, its `StopIteration` becomes a RuntimeError."""
+    """Yield a function's results. In this generator, the function's `StopIteration` becomes a RuntimeError."""
     while (value := function()) != sentinel:
         yield value
 
 
 def _batches_of(source: Any) -> int | None:
-    """Return how many batches a framework's `DataLoader` yields; None with the user's own samplers, which may guess."""
+    """Return how many batches a `DataLoader` yields; None for user-defined samplers, whose length may be a guess."""
     if type(source).__name__ != "DataLoader" or not _is_framework(source):
         return None
     batches = getattr(source, "batch_sampler", None)
@@ -175,9 +176,9 @@ def _came_through_fetching(traceback: TracebackType | None) -> bool:
 
 
 class Handover:
-    """An iterator over values from another thread, which reads the source `given` and ends this by `end` or `close`.
+    """An iterator over values from another thread, which reads the source `given` and calls `end` or `close`.
 
-    The garbage collector may close it in the middle of any function, which `SimpleQueue.put` permits.
+    The garbage collector may call `close` in the middle of any function; this is safe with `SimpleQueue.put`.
     """
 
     def __init__(self, given: object) -> None:

@@ -1,7 +1,7 @@
 """What a `DistillTrainer` learns from a batch: its texts, `DistillArguments`, and the loss.
 
-Texts may be padded on either side, or packed end to end without an attention mask, with position ids that restart at
-each text, as from `DataCollatorWithFlattening`.
+Texts may be padded on either side. They may also be packed end to end without an attention mask, with position ids that
+restart at each text, as `DataCollatorWithFlattening` does.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
 
 
 def text_bytes(batch: Mapping[str, Any]) -> Array:
-    """Return each text's token ids as little-endian int32 in bytes, as `edl serve --hf` takes texts to classify."""
+    """Return each text's token ids as bytes (little-endian int32), the input of classifiers in `edl serve --hf`."""
     texts = find_texts(batch)
     check_token_types(batch, texts)
     rows = zip(texts.ids, texts.mask, strict=True)
@@ -101,7 +101,7 @@ def text_bytes(batch: Mapping[str, Any]) -> Array:
 
 
 def learned_rows(batch: Mapping[str, Any], *, shifted: bool) -> torch.Tensor:
-    """Return the bool mask [rows, length] of the tokens whose prediction is learned: all, if there are no `labels`."""
+    """Return which tokens' predictions are learned, bool [rows, length]; all tokens if there are no `labels`."""
     ids, attended = batch["input_ids"], batch.get("attention_mask")
     rows = next_tokens(batch, shifted=shifted) != NO_LABEL
     if attended is not None:
@@ -132,7 +132,7 @@ def _array(batch: Mapping[str, Any], name: str) -> Array | None:
 
 
 def _starts(positions: Array) -> Array:
-    """Return which tokens start a text, bool [tokens]: the first one, and any whose position does not rise by 1."""
+    """Return which tokens start a text, bool [tokens]: the first, and any with a position that does not rise by 1."""
     starts = np.ones(positions.shape, bool)
     starts[1:] = positions[1:] != positions[:-1] + 1
     return starts
@@ -151,22 +151,23 @@ class DistillArguments:
     Attributes:
         task: Meaning of a row: "causal-lm" (row t holds token t and the prediction of token t + 1), "masked-lm" (row t
             predicts token t itself) or "classification" (a row is a sample, with the logits of its classes).
-        top_k: Number of largest log-probabilities to request per row. None for 64 with tokens, and for whole logits
-            with classes.
+        top_k: Number of largest log-probabilities to request per row. None requests 64 if rows are tokens, and whole
+            logits if rows are samples to classify.
         beta: Direction of the divergence, as in `edl.distill.losses.token_loss`: 0 for forward KL, 1 for reverse KL,
-            Jensen-Shannon in between.
-        temperature: Temperature of the teachers' labels and of the loss, which is multiplied by its square.
-        hard_weight: The share of the cross-entropy with the batch's own labels, from 0 to 1; the loss with the
-            teachers' labels gets the rest.
-        chunked_head: Whether to compute logits for a chunk of tokens at a time while training, so that those of all
+            and values in between for generalized Jensen-Shannon divergences.
+        temperature: Temperature of the teachers' labels and of the loss. The loss is multiplied by the square of the
+            temperature.
+        hard_weight: The weight of the cross-entropy with the batch's own labels, from 0 to 1; the loss with the
+            teachers' labels gets the rest of the weight.
+        chunked_head: Whether to compute logits for one chunk of tokens at a time in training, so that the logits of all
             tokens never exist at once. Models that change logits after their head are refused.
         padded_vocabulary: Whether student and teacher may have vocabularies of different size because of padding.
-        eval_teachers: Whether evaluations ask the teachers too, so that `eval_loss` is the training loss. If not, it is
-            the cross-entropy, and no teacher is needed.
-        outputs: Name of the teachers' output. Empty: "logprobs" of tokens, "logits" of classes.
-        tokenizer: Path or hash of the student's tokenizer; teachers with a different one are refused. None for the one
-            of `processing_class`, if any; empty for any.
-        ahead: Number of batches to read and label while the current step trains.
+        eval_teachers: Whether evaluations ask the teachers too, so that `eval_loss` is computed like the training loss.
+            If not, `eval_loss` is the cross-entropy, and evaluations need no teacher.
+        outputs: Name of the teachers' output. If empty, "logprobs" if rows are tokens, and "logits" for classification.
+        tokenizer: Path or hash of the student's tokenizer; teachers with a different tokenizer are not used. None for
+            the tokenizer in `processing_class`, if there is one; empty for any tokenizer.
+        ahead: Number of batches to read and label ahead while the current step trains.
     """
 
     task: Task = "causal-lm"
@@ -201,12 +202,12 @@ class DistillArguments:
 
     @property
     def output(self) -> str:
-        """The teachers' output."""
+        """Name of the teachers' output."""
         return self.outputs or ("logprobs" if self.of_tokens else "logits")
 
     @property
     def kept(self) -> int | None:
-        """Number of log-probabilities to request per row, None for all."""
+        """Number of log-probabilities to request per row; None for all."""
         return self.top_k if self.top_k is not None or not self.of_tokens else _TOP_K
 
 
@@ -223,9 +224,10 @@ def student_loss(
     logits: Tensor,
     head: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Compute the loss of a batch: the sum over its rows, divided by the rows of the whole step.
+    """Compute the loss of a batch: the sum over its rows, divided by the number of rows in the whole step.
 
-    `head` computes logits from states, for a chunk of rows at a time; None if `logits` are already logits.
+    `head` computes logits from hidden states, one chunk of rows at a time. In that case `logits` holds the hidden
+    states; `head` is None if `logits` holds logits.
     """
     weight = arguments.hard_weight
     rows, hard_rows = count if isinstance(count, Tensor) and count.ndim else (count, count)
@@ -255,7 +257,7 @@ def student_loss(
 
 
 def all_classes(logits: Tensor, temperature: float) -> TopK:
-    """Return whole logits [rows, classes] as labels that keep every class."""
+    """Return whole logits [rows, classes] as `TopK` labels that keep every class."""
     ids = torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
     tail = torch.full(logits.shape[:-1], -torch.inf, device=logits.device)
     return TopK(ids, logits, tail, temperature, logits.shape[-1])  # type: ignore[arg-type]  # tensors, as from `map`

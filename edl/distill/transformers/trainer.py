@@ -1,7 +1,7 @@
 """`DistillTrainer`, a Hugging Face `Trainer` that learns from teachers' labels.
 
-The `Trainer` creates, shards, skips and resumes its loaders as usual. Labels are added where it takes batches from an
-epoch's iterator, so that a rank requests labels only for batches that it is about to train on.
+The `Trainer` creates, shards, skips and resumes its loaders as usual. Labels are added where the `Trainer` takes
+batches from an epoch's iterator, so that a rank requests labels only for batches on which it is about to train.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ class DistillTrainer(transformers.Trainer):
             teachers: Teachers to ask; see `edl.distill.torch.distill`.
             discovery: URL of the registry for the service in `teachers`.
             route: Column of the dataset whose value selects the teachers of each row; see `edl.distill.torch.distill`.
-                The student does not receive it.
+                The student does not receive this column.
             distill_args: What to learn; None for forward KL with a causal language model.
             inputs: Inputs of the teachers; see `edl.distill.torch.distill`. None for the texts of the batch
-                (`input_ids`), as `edl serve --hf` takes them.
-            columns: Dataset columns for functions in `inputs` or `route`, which the student does not receive.
+                (`input_ids`), in the form that `edl serve --hf` expects.
+            columns: Dataset columns that functions in `inputs` or `route` need. The student does not receive these
+                columns.
             options: Deadlines, memory and hedging.
             **kwargs: Keyword arguments of `transformers.Trainer`.
 
@@ -116,7 +117,7 @@ class DistillTrainer(transformers.Trainer):
         self._head_is_checked = self._ends_are_checked = False
 
     def label_stats(self) -> ReaderStats | None:
-        """Return this training's label counters, None while no training runs."""
+        """Return the label counters of the current training; None while no training runs."""
         return self._labelled.stats() if self._labelled is not None else None
 
     @override
@@ -256,7 +257,7 @@ class DistillTrainer(transformers.Trainer):
             yield {**self._with_ends(batch), _LABELS: labels}
 
     def _with_ends(self, batch: Any) -> Any:
-        """Return a batch in which the ends of texts are learned even if the padding token is the end token."""
+        """Return a batch in which the end token of each text is learned, even if it is also the padding token."""
         collator, attended = self.data_collator, batch.get("attention_mask")
         if self.distill_args.task != "causal-lm" or attended is None:
             return batch
@@ -302,7 +303,7 @@ class DistillTrainer(transformers.Trainer):
         return added
 
     def _tokenizer(self) -> str:
-        """Return the hash of the student's tokenizer, empty if it has none that can be compared."""
+        """Return the hash of the student's tokenizer; empty if the student has no comparable tokenizer."""
         if not getattr(self.processing_class, "is_fast", False):
             return ""
         with tempfile.TemporaryDirectory() as folder:
@@ -352,7 +353,7 @@ def _parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _ids_alone(batch: Mapping[str, Any]) -> Any:
-    """Return the token ids [texts, longest] of a batch from which teachers get nothing else."""
+    """Return the token ids [texts, longest] of a batch; teachers get no other input from it."""
     texts = find_texts(batch)
     check_token_types(batch, texts)
     return texts.ids

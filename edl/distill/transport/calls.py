@@ -1,10 +1,11 @@
 """Calls a teacher's server over gRPC, and inspects the server and its model before the first request.
 
-A server's answers are not trusted. gRPC decompresses messages before this program sees them, so a few hundred bytes
-could become gigabytes. So compression is off, and a channel accepts messages only up to the largest possible answer.
+A server's answers are not trusted. gRPC decompresses messages before this program sees them, so a message of a few
+hundred bytes could become gigabytes. Compression is therefore off, and a channel accepts no message larger than the
+largest possible answer.
 
-W3C Trace Context (https://www.w3.org/TR/trace-context/): `traceparent` is `00-TRACE-PARENT-FLAGS`, of 32, 16 and 2
-hexadecimal digits. A request's id also has 16, so that it can be used as a span id.
+W3C Trace Context (https://www.w3.org/TR/trace-context/): `traceparent` is `00-TRACE-PARENT-FLAGS`, in which the three
+parts have 32, 16 and 2 hexadecimal digits. A request's id also has 16 digits, so that it can be used as a span id.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ class RequestIds(Iterator[str]):
 
 @functools.lru_cache(maxsize=1)
 def _trace_of(pid: int) -> str:
-    """Return the trace id for requests of this process (not its parent) that belong to no other trace."""
+    """Return this process's trace id, for requests outside any other trace. A forked child gets its own."""
     return secrets.token_hex(16)
 
 
 def current_traceparent() -> str:
-    """Return the calling thread's OpenTelemetry span, if the program has imported OpenTelemetry; empty without one."""
+    """Return the traceparent of the thread's OpenTelemetry span; empty without a span or an imported OpenTelemetry."""
     get_current_span: Callable[[], object] | None = getattr(
         sys.modules.get("opentelemetry.trace"), "get_current_span", None
     )
@@ -87,7 +88,7 @@ _MOST_OF_CHARACTER = 4  # bytes of a character in UTF-8
 
 
 def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> int:
-    """Return how many rows like these fit in a request of `nbytes`, in the model's types; at least 1."""
+    """Return how many rows like these fit in `nbytes` of a request, in the model's types; at least 1."""
     total = rows = 0
     for name, array in fields.items():
         wanted = spec.inputs.get(name)
@@ -144,7 +145,7 @@ _LONGEST_HINT_S = 60.0  # longest pause that a teacher may request; a full queue
 
 
 class RequestFailed(Exception):
-    """Raised for a failed request or attempt to connect."""
+    """Raised if a request or an attempt to connect fails."""
 
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
         self.failure = RequestFailure(kind, message, retry_after_s)
@@ -152,7 +153,7 @@ class RequestFailed(Exception):
 
 
 class TeacherLacks(RequestFailed):
-    """Raised for a teacher that answers but cannot serve this student unless one of the two is changed."""
+    """Raised if a teacher answers, but cannot serve this student unless the teacher or the student is changed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(FailureKind.REJECTED, message)
@@ -161,7 +162,7 @@ class TeacherLacks(RequestFailed):
 def failure_from_status(
     code: grpc.StatusCode, details: str, retry_after_ms: str | bytes | int | None, endpoint: str
 ) -> RequestFailed:
-    """Return the failure for a gRPC status; `retry_after_ms` is the teacher's hint, None without one."""
+    """Return the failure for a gRPC status; `retry_after_ms` is the teacher's hint, None if there is none."""
     message, kind = f"{endpoint}: {details or code.name}", _KINDS.get(code, FailureKind.ERROR)
     if any(words in details for words in _NOT_TAKEN_HERE):
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{message}; {_REMEDY}")
@@ -184,7 +185,7 @@ def _hinted_s(milliseconds: str | bytes | int) -> float:
 
 
 def failure_of_call(exc: grpc.aio.AioRpcError, endpoint: str, number: str = "") -> RequestFailed:
-    """Return the failure for the error of a call."""
+    """Return the failure for an error that a call raised."""
     hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
     details = exc.details() or exc.code().name
     return failure_from_status(exc.code(), f"{details} (request {number})" if number else details, hint, endpoint)
@@ -197,7 +198,7 @@ def compression_hint(data: codec.Buffer) -> str:
 
 
 class UnknownModel(RequestFailed):
-    """Raised for a server that does not know the model, or its version."""
+    """Raised if a server does not know the model or the version."""
 
 
 _RESTRICTED = "protocol is restricted"  # Triton, with `--grpc-restricted-protocol`; the status code is UNAVAILABLE
@@ -229,7 +230,7 @@ class ServerCalls:
             raise TeacherLacks(str(exc)) from exc
 
     async def call(self, method: str, request: Any, deadline: float) -> Any:
-        """Call a method by its name in KServe v2, with a deadline on the monotonic clock; see `_refusal` for errors."""
+        """Call a KServe v2 method by name, with a deadline on the monotonic clock; see `_refusal` for errors."""
         answer_type = getattr(kserve, f"{method}Response")
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(names.method(method))
         timeout_s = deadline - time.monotonic()
@@ -256,7 +257,7 @@ class ServerCalls:
         return dict(json.loads(data))
 
     def _refusal(self, method: str, exc: grpc.aio.AioRpcError) -> RequestFailed:
-        """Return the error for a method that the server refuses: `TeacherLacks` if waiting cannot help."""
+        """Return the error for a call that the server refused: `TeacherLacks` if waiting cannot help."""
         code, words = exc.code(), str(failure_of_call(exc, self.endpoint))
         remedy = ": name the model, Teachers(model=...)" if method == "RepositoryIndex" else ""
         if code is grpc.StatusCode.UNIMPLEMENTED:  # whose details, "Method not implemented!", do not name the method
@@ -335,7 +336,7 @@ def _with_own_config(spec: ModelSpec, config: kserve.ModelConfig, output_spec: O
 def _with_priority(
     spec: ModelSpec, config: kserve.ModelConfig | None, output_spec: OutputSpec
 ) -> tuple[ModelSpec, str]:
-    """Return the specification with a foreign server's batch limits and request priority, and a warning or ""."""
+    """Return the specification completed with a foreign server's batch limits and priority, and a warning or ""."""
     config = kserve.ModelConfig() if config is None else config
     max_batch = max(int(config.max_batch_size), 0)
     priority = choose_priority(
@@ -351,7 +352,7 @@ def _with_priority(
 
 
 async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSpec, deadline: float) -> ModelSpec:
-    """Return the model with its current metadata. `known` is the previous one, including the answers' version."""
+    """Return the model with current metadata. `known`: the previous specification, with the answers' version."""
     request = kserve.ModelMetadataRequest(name=known.name, version=known.named_version)
     meta = await calls.call("ModelMetadata", request, deadline)
     if meta.name and meta.name != known.name:
@@ -386,7 +387,7 @@ async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSp
 
 
 def _batch_rows(endpoint: str, model: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """Return the fixed number of rows of a request, 0 for any: the first size of all tensors; else `TeacherLacks`."""
+    """Return the first size that all tensors share, a request's number of rows (0: any), or raise `TeacherLacks`."""
     first = [tensor.shape[0] if tensor.shape else -1 for tensor in inputs]
     if not first or min(first) < 1:
         return 0
@@ -418,7 +419,7 @@ async def _only_model(calls: ServerCalls, deadline: float) -> str:
 async def _check_model_ready(calls: ServerCalls, model: str, version: str, deadline: float) -> tuple[str, ...]:
     """Check that the requested version of the model is ready; return the versions that the server lists.
 
-    None are listed if none is requested.
+    If no version is requested, the result is empty.
     """
     try:
         versions = await _list_versions(calls, model, version, deadline) if version else ()
@@ -467,7 +468,7 @@ async def _fetch_config(calls: ServerCalls, model: str, deadline: float) -> kser
 
 
 def _check_names(endpoint: str, *found: str) -> None:
-    """Check that texts for logs, labels and cache names are plausible names."""
+    """Check that texts that appear in logs, labels and cache names are plausible names."""
     if len(found) > _MOST_NAMES:
         what = f"{endpoint}: its model has {len(found)} inputs and outputs, more than {_MOST_NAMES}"
         raise RequestFailed(FailureKind.REJECTED, what)

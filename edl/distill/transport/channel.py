@@ -38,7 +38,7 @@ logger = logging.getLogger("edl.distill")
 
 Body: TypeAlias = tuple[bytes, list[memoryview]]  # an answer's header, serialized, and its tensors
 Done: TypeAlias = Callable[[Body | RequestFailure | None], None]
-"""Called once, on the event loop, with the result of a request, or None if it was cancelled."""
+"""Called once on the event loop, with the result of a request, or with None if the request was cancelled."""
 
 _OPEN_S = 2.0  # how long opening may take; behind a firewall that drops packets, each connection waits that long
 _PING_S = 15.0  # silence after which a peer with pending requests is pinged
@@ -55,7 +55,7 @@ class _PendingRequest:
 
 
 class TensorChannel:
-    """An open tensor channel. Requests have no task or timer of their own, which would cost a loop iteration each."""
+    """An open tensor channel. Requests have no own task or timer: each would cost a loop iteration."""
 
     def __init__(self, sock: Socket, calls: ServerCalls, ids: RequestIds) -> None:
         self._endpoint = calls.endpoint
@@ -76,7 +76,8 @@ class TensorChannel:
     def start(self, header: bytes, raw: Sequence[Buffer], timeout_s: float, done: Done) -> str:
         """Send a request; return its id, for `cancel`.
 
-        `raw`, the tensors, is read until `done` is called: after this returns, with LOST if the channel ends.
+        `raw`, the tensors, is read until `done` is called, which happens after this method has returned. `done` gets
+            LOST if the channel ends.
         """
         request_id = next(self._ids)
         deadline = self._loop.time() + timeout_s
@@ -86,11 +87,11 @@ class TensorChannel:
         return request_id
 
     def cancel(self, request_id: str) -> None:
-        """Tell the server that an answer is no longer needed. Ignores completed requests."""
+        """Tell the server that an answer is no longer needed. No effect if the request is complete."""
         self._drop(int(request_id, 16), None)
 
     async def infer(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> Body:
-        """Send a request like `start`, and wait for the answer; raise `RequestFailed`. Cancelling cancels it."""
+        """Send a request like `start`; return the answer or raise `RequestFailed`. Cancelling cancels the request."""
         if self.broken:
             raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: the connection has ended")
         future: asyncio.Future[Body | RequestFailure | None] = self._loop.create_future()
@@ -118,7 +119,7 @@ class TensorChannel:
     # Time
 
     def _arm_timer(self, due: float) -> None:
-        """Check requests at `due` or earlier. Answers do not postpone the check, because they are too frequent."""
+        """Check requests at `due` or earlier. Answers do not postpone this check: they are too frequent."""
         due = min(due, self._loop.time() + _PING_S)
         if self._timer is None or due < self._timer.when():
             if self._timer is not None:
@@ -197,9 +198,10 @@ class TensorChannel:
 
 
 async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> TensorChannel:
-    """Open a tensor channel to the server that answers `calls`, which must have `names.EXTENSION_CHANNEL`.
+    """Open a tensor channel to the server of `calls`, which must support `names.EXTENSION_CHANNEL`.
 
-    Raises `RequestFailed` if the server refuses it, cannot be reached within two seconds, or did not issue the token.
+    Raises `RequestFailed` if the server refuses the channel, cannot be reached within two seconds, or is not the server
+    that issued the token.
     """
     deadline = min(deadline, time.monotonic() + _OPEN_S)
     where = "opening one"
@@ -223,7 +225,7 @@ async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> 
 
 
 async def _connect(host: str, port: int, shake_hands: Callable[[int, Any], Awaitable[Socket]]) -> Socket:
-    """Return a socket to the first address of a host with a successful handshake."""
+    """Return a socket to the first address of a host at which the handshake succeeds."""
     error: Exception = OSError(f"{host} has no address")
     loop = asyncio.get_running_loop()
     for family, _, _, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -237,7 +239,7 @@ async def _connect(host: str, port: int, shake_hands: Callable[[int, Any], Await
 async def _shake_hands(
     opened: list[socket.socket], token: bytes, proof: bytes, certificate: bytes, family: int, address: Any
 ) -> Socket:
-    """Return a connection, with TLS for a `certificate`, whose SHA-256 the teacher sent over verified gRPC."""
+    """Return a connection, with TLS if `certificate`, the SHA-256 that the teacher sent over verified gRPC, is set."""
     plain = socket.socket(family, socket.SOCK_STREAM)
     opened.append(plain)
     plain.setblocking(False)

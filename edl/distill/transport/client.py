@@ -1,8 +1,9 @@
 """`TeacherClient`, the connection to a teacher that sends requests and receives answers.
 
-Requests to an EDL teacher use the tensor channel. If its port is unreachable, or for other servers, they are gRPC calls
-of KServe v2. Tensors are in shared memory if the server is on this host, otherwise in the message. A request that fails
-in shared memory is resent, in a message or after the memory is registered again. Every error is a `RequestFailure`.
+Requests to an EDL teacher use the tensor channel. If the channel's port is unreachable, and with other servers,
+requests are gRPC calls of KServe v2. Tensors are in shared memory if the server is on this host, otherwise in the
+message. If a request in shared memory fails because of that memory, it is sent again, in a message or after registering
+the memory again. Every error is a `RequestFailure`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _LONGEST_HEADER = 4096  # bytes of the longest answer header worth remembering
 _FLOATING = ("FP16", "FP32", "FP64", "BF16")  # the types that `dtype` converts
 
 Done: TypeAlias = Callable[[Reply | RequestFailure | None], None]
-"""Called once on the event loop with the result of a request, or None if it was cancelled."""
+"""Called once on the event loop, with the result of a request, or with None if the request was cancelled."""
 
 
 @dataclass(eq=False)
@@ -76,9 +77,9 @@ class TeacherClient:
     Args:
         endpoint: `host:port`, or `unix:` and a path.
         shared_memory: Whether to use shared memory if the teacher is on this host.
-        region_names: Names under which the teacher knows shared memory, including those from earlier connections.
+        region_names: Names under which the teacher knows shared memory, including names from earlier connections.
         on_lost: Called with this client and the reason when a request finds the connection lost.
-        authority: `name:port` to check the teacher's certificate for; empty for the endpoint.
+        authority: `name:port` that the teacher's certificate must match; empty for the endpoint.
         over_channel: Whether to open a tensor channel at once instead of later.
     """
 
@@ -115,11 +116,11 @@ class TeacherClient:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model, with the version named in its last answer."""
+        """The model, with the version stated in its last answer."""
         return self._replies.spec
 
     async def open(self, timeout_s: float) -> ModelSpec:
-        """Connect, check that the server is ready, and fetch its model's metadata; raise errors as `probe_model`."""
+        """Connect, check that the server is ready, and fetch its model's metadata; raise errors like `probe_model`."""
         deadline = time.monotonic() + timeout_s
         self._calls.authorize()
         spec = await probe_model(self._calls, self.output_spec, deadline)
@@ -155,14 +156,14 @@ class TeacherClient:
         return self._channel is not None and self._channel.broken and not self._channel.answered
 
     async def _open_channel_later(self) -> None:
-        """Retry opening a channel from time to time, because the obstacle may be temporary."""
+        """Try to open a channel from time to time, because whatever prevents it may be temporary."""
         while self._channel is None:
             await asyncio.sleep(_TRY_AGAIN_S)
             with contextlib.suppress(RequestFailed):
                 self._channel = await open_channel(self._calls, self._ids, math.inf)
 
     async def refresh_spec(self, timeout_s: float, *, must_be_ready: bool = False) -> ModelSpec:
-        """Return the model's current metadata; with `must_be_ready`, server and model must be ready; see `open`."""
+        """Return the model's current metadata. With `must_be_ready`, server and model must be ready, as in `open`."""
         deadline = time.monotonic() + timeout_s
         model = kserve.ModelReadyRequest(name=self.spec.name, version=self.spec.named_version)
         checks = [("ServerReady", kserve.ServerReadyRequest()), ("ModelReady", model)] if must_be_ready else []
@@ -174,7 +175,7 @@ class TeacherClient:
     def start(self, payload: Payload, timeout_s: float, done: Done) -> Callable[[], None]:
         """Request the outputs for `payload`; return a function that cancels the request.
 
-        `done` is called once, after this returns: with the outputs (read-only [rows, ...], or `TopK` if
+        `done` is called once, after this method has returned: with the outputs (read-only [rows, ...], or `TopK` if
         `output_spec.top_k` is set), with a failure, or with None if the request was cancelled.
         """
         request = _Request(payload, timeout_s, time.monotonic() + timeout_s, done)
@@ -184,14 +185,14 @@ class TeacherClient:
         return functools.partial(self._cancel, request)
 
     def retire(self) -> None:
-        """Close the connection once its last request has ended. A new connection keeps using the shared memory."""
+        """Close the connection once its last request has ended. A new connection will use the same shared memory."""
         self._retired = True
         self._close_if_idle()
 
     async def close(self, *, unregister: bool = True) -> None:
         """Close the connection; pending requests end with LOST. May be called twice.
 
-        `unregister` says whether to unregister shared memory, which must stay if another connection uses it.
+        `unregister` says whether to unregister shared memory. It must stay registered if another connection uses it.
         """
         if self._closing is not None and self._closing is not asyncio.current_task():
             await self._closing
@@ -283,8 +284,8 @@ class TeacherClient:
     async def _send(self, request: _Request, failure: RequestFailure | None = None) -> Reply:
         """Send a request as a gRPC call, or with shared memory that the server does not know yet.
 
-        With `failure`, it has already failed in shared memory. If the teacher has lost the memory, it is registered
-        again once. Otherwise, or if that fails, the tensors are sent in the message.
+        If `failure` is given, the request has already failed in shared memory. If the teacher has lost the memory, the
+        memory is registered again, but only once. Otherwise, or if this fails, the tensors are sent in the message.
         """
         # Once the channel has ended, a different server without our regions may be at this address.
         is_lost = self._closed or (self._channel is not None and self._channel.broken)
@@ -341,7 +342,7 @@ class TeacherClient:
 
     @staticmethod
     def _may_succeed_otherwise(request: _Request, failure: RequestFailure) -> bool:
-        """Return whether a request may have been refused because of shared memory, so a resend may succeed."""
+        """Return whether shared memory may be the reason why a request failed, so that a resend may succeed."""
         if request.region is None:
             return False
         return failure.kind is FailureKind.REJECTED or is_about_memory(failure, request.region)
@@ -361,7 +362,7 @@ class TeacherClient:
 
 
 class ReplyReader:
-    """Reads the answers on one connection. Each method raises `RequestFailed` for an answer that cannot be used."""
+    """Reads the answers on one connection. Methods raise `RequestFailed` if an answer cannot be used."""
 
     def __init__(self, endpoint: str, output_spec: OutputSpec, spec: ModelSpec) -> None:
         self.spec = spec  # with the version named in the last answer, if any version is accepted
@@ -371,7 +372,7 @@ class ReplyReader:
         self._headers: dict[bytes, tuple[str, list[tuple[str, str, tuple[int, ...]]]]] = {}
 
     def read(self, answer: Body, payload: Payload, request_id: str = "") -> Reply:
-        """Return the outputs of a request's rows, and their version. An answer to another `request_id` is refused."""
+        """Return the outputs for a request's rows, and their version. Refuse an answer to another `request_id`."""
         try:
             version, arrays = self._arrays(*answer, request_id)
             sent = payload.rows + payload.padding
@@ -387,7 +388,7 @@ class ReplyReader:
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{self._endpoint} (model {self.spec.name!r}): {what}")
 
     def rows_hint(self, rows: int) -> str:
-        """Return a hint in case a request had more rows than a foreign server takes, which may not report its limit."""
+        """Return a hint in case a request had too many rows for a foreign server, which may not report its limit."""
         if self.spec.is_edl or rows < 2:
             return ""
         return f"; if the model takes fewer than {rows} rows, lower set_teacher_batch_size (batch_rows=)"
@@ -423,7 +424,7 @@ class ReplyReader:
         }
 
     def _check_model(self, named: str) -> None:
-        """Check that an answer is from the requested model; some servers do not name it."""
+        """Check that an answer is from the requested model; some servers do not state the model in answers."""
         if not named or named == self.spec.name:
             return
         what = f"it answers for model {quote(named)}, but {self.spec.name!r} is requested"
@@ -444,7 +445,7 @@ class ReplyReader:
                 raise self.unusable(f"output {tensor.name!r} is {quote(tensor.datatype)}, not {described!r}")
 
     def _version(self, named: str) -> str:
-        """Return an answer's version, given the version that it names; empty if unknown.
+        """Return an answer's version, given the version that the answer states; empty if unknown.
 
         gRPC may reconnect to a server that took over the address, and foreign servers may load versions at any time.
         """

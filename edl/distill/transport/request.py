@@ -1,6 +1,7 @@
-"""The tensors of one request in the model's types, and the request's header as bytes.
+"""Creates the tensors of a request, in the model's types, and the request's header as bytes.
 
-A value that the model's type cannot hold raises `SourceError`: the teacher must label exactly the source's data.
+A value that the model's type cannot hold raises `SourceError`, because the teacher must label exactly the data that the
+source yields.
 """
 
 from __future__ import annotations

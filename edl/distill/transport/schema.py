@@ -1,4 +1,4 @@
-"""Descriptions of requests, models and answers, and the choice of a request's priority.
+"""Descriptions of requests, models and answers; and the function that chooses a request's priority.
 
 Triton's extension "schedule_policy" has a request parameter `priority`: 1 is the highest, larger numbers are lower, and
 0, or a number beyond the model's `priority_levels`, is the model's default
@@ -45,7 +45,7 @@ def check_priority(priority: object) -> None:
 
 
 def parse_priority(text: str) -> Priority:
-    """Parse a priority from text, such as an option or a registration."""
+    """Parse a priority from text, such as the value of an option or a registration."""
     value: object = int(text) if text.isascii() and text.isdigit() and len(text) < 11 else text
     check_priority(value)
     return value  # type: ignore[return-value]
@@ -57,9 +57,9 @@ def choose_priority(
     """Return the priority of requests to a model.
 
     `wanted`: "auto" for the lowest level if the model has levels, else no priority; "lowest" to borrow the server from
-    its own clients, with few rows and few requests at a time; "default" to be an ordinary client; or a level. 0 is
-    unknown: for `levels`, `dynamic_batching.priority_levels` of the model's configuration; `max_batch`, the most rows
-    that the model takes at once; and `instances`, its number of instances.
+    its own clients, with few rows and few requests at a time; "default" to be an ordinary client; or a level. `levels`
+    is `dynamic_batching.priority_levels` in the model's configuration, `max_batch` the largest number of rows that the
+    model takes at once, and `instances` the number of its instances; each is 0 if unknown.
     """
     levels = min(levels, _MOST_LEVELS - 1) if supported and levels > 1 else 0
     if wanted == "default":
@@ -95,7 +95,7 @@ def check_version(version: object) -> None:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """The outputs that a student requests, and their form."""
+    """The outputs that a student requests, and the form in which it wants them."""
 
     outputs: tuple[str, ...]  # names of the model's outputs
     model: str = ""  # the model's name in KServe v2 requests; empty for the only model of the server
@@ -135,7 +135,7 @@ class TensorMetadata:
 
 
 def shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
-    """Return whether two shapes may be equal; -1 is any size."""
+    """Return whether two shapes may be equal; -1 stands for any size."""
     return left == right or (
         len(left) == len(right) and all(a == b or -1 in (a, b) for a, b in zip(left, right, strict=True))
     )
@@ -143,7 +143,7 @@ def shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A teacher's model, from its server's metadata and configuration, and the parameters of requests to it."""
+    """A teacher's model, as its server's metadata and configuration describe it, and parameters for requests."""
 
     name: str
     version: str  # requested or expected: the newest, until an answer names another; empty if unknown
@@ -179,5 +179,5 @@ NO_BATCH_REMEDY: Final = (
 
 
 def kserve_datatype(dtype: Literal["float16", "float32"]) -> str:
-    """Return KServe's name of a requested dtype."""
+    """Return KServe's name for a requested dtype."""
     return "FP16" if dtype == "float16" else "FP32"

@@ -1,8 +1,9 @@
 """Shared memory to which a student writes its inputs once, and from which teachers on the same host read them.
 
-An `Arena` hands out slots of POSIX shared memory, and reuses them, so their pages are faulted in only once. The file of
-a region stays locked while this process, or a child that it forked, has it mapped. So a locked file has a living owner,
-even in another container with other process ids, and the next reader removes the unlocked files of killed processes.
+An `Arena` hands out slots of POSIX shared memory and reuses them, so that page faults occur only on first use. A
+region's file stays locked while this process, or a child that it forked, has the file mapped. A locked file therefore
+has a living owner, even if the owner is in another container with other process ids. The next reader removes the
+unlocked files that killed processes left.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ShmRegion:
 
 
 class ShmSlot(NamedTuple):
-    """`nbytes` bytes at `offset` of `region`; exclusive to its owner until given back."""
+    """`nbytes` bytes at `offset` in `region`. Only the slot's owner uses them until it gives the slot back."""
 
     region: ShmRegion
     offset: int
@@ -111,7 +112,7 @@ class Arena:
                 self._free[slot.region.slot_nbytes].append(slot)
 
     def close(self) -> None:
-        """Remove all shared memory from the system. Teachers that mapped it keep their mapping until they unmap it."""
+        """Remove all shared memory from the system. Teachers that have mapped it keep it until they unmap it."""
         with self._lock:
             self._closed = True
             regions, self._regions = self._regions, []
@@ -163,8 +164,8 @@ RegionNames = dict[str, str]  # a teacher's name for each region, by the region'
 class ShmRegistrations:
     """Registers shared memory with a teacher, on the event loop.
 
-    A name is random, so that only its holder can refer to the memory, and differs by teacher, so that two that share a
-    server do not remove each other's. `names` includes those of earlier connections.
+    A name is random, so that only those who know it can refer to the memory. It differs for each teacher, so that two
+    teachers on the same server do not remove each other's memory. `names` includes the names from earlier connections.
     """
 
     def __init__(self, call: Callable[[str, Any, float], Awaitable[Any]], endpoint: str, names: RegionNames) -> None:
@@ -175,15 +176,15 @@ class ShmRegistrations:
         self._registering = asyncio.Lock()
 
     def name_of(self, region: ShmRegion) -> str | None:
-        """Return the teacher's name for a region, None if it does not know the region."""
+        """Return the teacher's name for a region; None if the teacher does not know the region."""
         return self._known.get(region.name)
 
     async def register(self, region: ShmRegion, deadline: float, lost: str | None = None) -> str | None:
-        """Register a region with the teacher, once, and return the teacher's name for it.
+        """Register a region with the teacher, if it is not registered yet, and return the teacher's name for it.
 
-        If the teacher no longer knows the name `lost`, register the region under a new one: once, however many requests
-        find this out. Returns None if the teacher cannot use the region, for example from a different container. Raises
-        `RequestFailed`, LOST, if the teacher cannot be reached.
+        If the teacher no longer knows the name `lost`, register the region under a new name. This happens only once,
+        even if several requests report the loss. Returns None if the teacher cannot use the region, for example because
+        it is in a different container. Raises `RequestFailed`, LOST, if the teacher cannot be reached.
         """
         async with self._registering:
             known = self._known.get(region.name)
@@ -211,7 +212,7 @@ class ShmRegistrations:
             return name
 
     async def close(self) -> None:
-        """Unregister all memory from the teacher, if it answers within half a second."""
+        """Unregister all memory from the teacher, if the teacher answers within half a second."""
         names = list(self._known.values())
         self._known = {}
         self._names.clear()
@@ -237,7 +238,8 @@ class ShmRegistrations:
 def is_about_memory(failure: RequestFailure, name: str) -> bool:
     """Return whether a request may have failed because the teacher lost the region `name`.
 
-    Servers use various codes, but mention the cause: "Unable to find shared memory region: 'edl-…'" (Triton).
+    Servers use various status codes, but their messages state the cause, such as "Unable to find shared memory region:
+        'edl-…'" (Triton).
     """
     words = failure.message.lower()
     if failure.kind is FailureKind.LOST:  # a request for a missing model has the same status code
@@ -246,6 +248,6 @@ def is_about_memory(failure: RequestFailure, name: str) -> bool:
 
 
 def _is_known_already(exc: RequestFailed) -> bool:
-    """Return whether the name is registered: by this student on an earlier connection, the only one that knows it."""
+    """Return whether a name is registered already. Only this student knows it, from an earlier connection."""
     cause = exc.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.ALREADY_EXISTS

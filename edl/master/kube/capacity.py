@@ -1,8 +1,8 @@
 """Idle capacity of a cluster: nodes and pods as JSON -> `ClusterCapacity`, which counts how many equal pods would fit.
 
 Amounts are whole thousandths, the smallest unit that Kubernetes schedules (a CPU's `1m`), so sums are exact. Without
-the read-only ClusterRole `edl-capacity` (list and watch nodes and pods), capacity is unknown; the watch retries every
-few seconds, so a role added later is noticed.
+the read-only ClusterRole `edl-capacity` (permission to list and watch nodes and pods), capacity is unknown. The watch
+retries every few seconds, so it notices a role that is added later.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Amounts = Mapping[str, int]
 
 ONE: Final = 1000
 PODS: Final = "pods"
-"""The resource of which every pod takes one without requesting it."""
+"""A resource of which every pod takes one unit without requesting it."""
 
 
 def parse_allocatable(quantities: Mapping[str, Any]) -> Amounts:
@@ -41,7 +41,7 @@ def parse_allocatable(quantities: Mapping[str, Any]) -> Amounts:
 
 
 def parse_requests(resources: Mapping[str, Any]) -> dict[str, int]:
-    """Return a container's requests, rounded up; a limit without a request counts as one. ValueError as above."""
+    """Return a container's requests, rounded up; a limit without a request counts as a request. ValueError as above."""
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: math.ceil(parse_quantity(value) * ONE) for name, value in asked.items()}
 
@@ -99,7 +99,7 @@ def _is_tolerated(taint: Mapping[str, Any], toleration: Mapping[str, Any]) -> bo
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Where a pod may run, by its spec; `terms` are those of its required node affinity, of which one must match."""
+    """Where a pod may run, according to its spec. One of the `terms` of its required node affinity must match."""
 
     selector: Mapping[str, str]
     terms: tuple[Mapping[str, Any], ...] | None
@@ -140,7 +140,7 @@ def _holds(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 
 def _compare(value: str | None, values: list[str]) -> int | None:
-    """Return the sign of a label's number minus the rule's; None if either is not a number."""
+    """Return the sign of a label's number minus the rule's number; None if either is not a number."""
     try:
         difference = int(value or "") - int(values[0])
     except (ValueError, IndexError):
@@ -203,11 +203,12 @@ class PodClaim:
     """The resources that a pod holds or waits for.
 
     Attributes:
-        nominated_node: node on which the scheduler makes room for it; empty for none.
+        nominated_node: node on which the scheduler makes room for the pod; empty for none.
         priority: None before admission sets it.
-        created: in the API's format; earlier texts are earlier times.
-        ended: its containers have ended for good, and it holds nothing.
-        deleting: with a node, it holds its resources until it is gone; without one, it waits for nothing.
+        created: time of creation in the API's format; texts that sort earlier are earlier times.
+        ended: the pod's containers have ended for good, and it holds no resources.
+        deleting: the pod was asked to end. If it has a node, it holds its resources until it is gone; otherwise it
+            waits for nothing.
     """
 
     uid: str
@@ -250,12 +251,12 @@ class PodClaim:
 
     @property
     def waits(self) -> bool:
-        """Whether the scheduler is looking for a node for it."""
+        """Whether the scheduler is looking for a node for the pod."""
         return not (self.node or self.ended or self.deleting or self.gated)
 
     @cached_property
     def shape(self) -> str:
-        """Its requests and rules as a text: equal for pods that fit on the same nodes."""
+        """The pod's requests and rules as text, which is equal for pods that fit on the same nodes."""
         return repr((sorted(self.requests.items()), self.rules))
 
 
@@ -264,14 +265,15 @@ GPU: Final = "nvidia.com/gpu"
 
 
 class ClusterCapacity:
-    """A cluster's nodes and pods at a moment. Immutable.
+    """A cluster's nodes and pods at one moment. Immutable.
 
     A node's free amount is its allocatable amount, minus the requests of pods on it that have not ended (even if they
     are being deleted) and of pods that the scheduler has nominated for it. Other waiting pods also take precedence, by
-    priority and age: each takes the first node with room; one that fits nowhere takes nothing.
+    priority and age. Each of them takes the first node with room; a pod that fits nowhere takes nothing.
 
-    Not modelled, so a pod may wait although it fits here: affinity and spreading among pods, host ports, volumes bound
-    to nodes, devices claimed by DRA, quotas, in-place resizing of resources, and preemption.
+    A pod that fits here may still have to wait, because the following are not modelled: affinity and spreading among
+    pods, host ports, volumes bound to nodes, devices claimed by DRA, quotas, in-place resizing of resources, and
+    preemption.
     """
 
     def __init__(self, nodes: Iterable[NodeCapacity], pods: Iterable[PodClaim]) -> None:
@@ -300,7 +302,7 @@ class ClusterCapacity:
         return ClusterCapacity(self._nodes.values(), [pod for pod in self._pods.values() if pod.uid not in uids])
 
     def shows(self, uid: str, node: str) -> bool:
-        """Whether a pod is known here, on that node; otherwise this capacity is older than the pod."""
+        """Whether this capacity includes the pod on that node; otherwise it is older than the pod's placement."""
         pod = self._pods.get(uid)
         return pod is not None and (not node or pod.node == node)
 
@@ -318,12 +320,12 @@ class ClusterCapacity:
             return None
 
     def list_gpus(self, is_lent: Callable[[PodClaim], bool], is_worker: Callable[[PodClaim], bool]) -> dict[str, int]:
-        """Return how many GPUs of each node jobs can share: idle ones not waited for, and those of lent pods.
+        """Return how many GPUs on each node jobs can share: idle GPUs that no pod waits for, and GPUs of lent pods.
 
-        Lent pods are workers, whose GPUs an arbiter shares, and teachers on borrowed GPUs. Workers keep their GPUs on a
-        node that takes no new pods, or is gone, until their pods are asked to end: it may be back in seconds. Likewise,
-        a node has at least the GPUs that its pods hold: after a kubelet restarts, it reports none until the device
-        plugin is back.
+        Lent pods are workers, whose GPUs an arbiter shares, and teachers on borrowed GPUs. If a node takes no new pods,
+        or is gone, its workers keep their GPUs until their pods are asked to end: the node may be back in seconds.
+        Likewise, a node counts as having at least the GPUs that its pods hold: after a kubelet restarts, it reports no
+        GPUs until the device plugin is back.
         """
         held: dict[str, dict[str, int]] = {name: {} for name in self._nodes}
         kept: Counter[str] = Counter()
@@ -354,7 +356,7 @@ class ClusterCapacity:
     def _free(
         self, comes_first: Callable[[PodClaim], bool], held: Mapping[str, Amounts] | None = None
     ) -> dict[str, dict[str, int]]:
-        """Return what is left of each node after the waiting pods that take precedence."""
+        """Return what is left of each node's resources after the waiting pods that take precedence."""
         held = self._held if held is None else held
         free = {name: dict(node.allocatable) for name, node in self._nodes.items()}
         for name in free:
@@ -376,7 +378,7 @@ class ClusterCapacity:
 
 
 def _comes_first(pod: PodClaim, claim: PodClaim) -> bool:
-    """Return whether a waiting pod is served before the claim, which is the newest: all but those of lower priority."""
+    """Return whether a waiting pod is served before the claim, which is the newest: yes unless of lower priority."""
     return pod.priority is None or claim.priority is None or pod.priority >= claim.priority
 
 
@@ -466,7 +468,7 @@ class _Parsed(Generic[T]):
         self.known = False  # whether the watch has listed its objects
 
     def take(self, change: str, obj: Object | None, watch: KubeWatch) -> bool:
-        """Take an event; return whether it changes anything; a node's heartbeat does not."""
+        """Process an event; return whether it changes anything, which a node's heartbeat does not."""
         if obj is None:
             self.known = True
             self.found = {}

@@ -25,7 +25,7 @@ class Condition:
 def write_conditions(
     before: Sequence[Mapping[str, Any]], conditions: Sequence[Condition], generation: int, now_s: float
 ) -> list[dict[str, Any]]:
-    """Return `status.conditions`; an unchanged status keeps its transition time. Others of `before` are dropped."""
+    """Return `status.conditions`; an unchanged one keeps its transition time. Other ones in `before` are dropped."""
     former = {str(found.get("type")): found for found in before if isinstance(found, Mapping)}
     written = []
     for condition in conditions:
@@ -57,7 +57,7 @@ def find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class PodDeletion:
-    """A pod to delete, unless its uid has changed. `grace_period_s` is None for the pod's own."""
+    """A pod to delete, unless its uid has changed. `grace_period_s` is None for the pod's own period."""
 
     name: str
     uid: str
@@ -67,7 +67,7 @@ class PodDeletion:
 
 @dataclass(frozen=True)
 class EventNote:
-    """An event for `kubectl describe`; repeated events are counted. `pod` is a pod that it is also about."""
+    """An event for `kubectl describe`; repeated events are counted. `pod` is a pod that the event also concerns."""
 
     type: str
     reason: str
@@ -86,7 +86,7 @@ def describe_store(store: StoreAnswer) -> Condition:
 
 @dataclass(frozen=True)
 class ScaleTarget:
-    """The Deployment, or similar, that a pool scales. `/scale` does not say how many replicas are ready."""
+    """The Deployment or similar object that a pool scales. Its `/scale` does not say how many replicas are ready."""
 
     type: ResourceType
     name: str
@@ -98,8 +98,8 @@ class ScaleTarget:
 class Plan:
     """What to do about a resource, in the order of the attributes.
 
-    `status` comes first: a pod's outcome is recorded before the pod is deleted, so an operator killed in between never
-    forgets why it ended, or reuses its number.
+    `status` comes first: a pod's outcome is recorded before the pod is deleted. So even if the operator is killed in
+    between, it is known why the pod ended, and the pod's number is not reused.
 
     Attributes:
         status: the whole status; None removes a field.
@@ -124,7 +124,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class WorkProgress:
-    """Percentage of a job's work that is done, and seconds for the rest, by its master; None if unknown."""
+    """Percentage of a job's work that is done, and seconds for the rest, as its master reports; None if unknown."""
 
     percentage: int | None = None
     remaining_s: int | None = None
@@ -132,14 +132,14 @@ class WorkProgress:
 
 @dataclass(frozen=True)
 class StoreAnswer:
-    """A store's answer about a resource. Reasons are empty if they do not apply.
+    """A store's answer about a resource. A reason is empty if it does not apply.
 
     Attributes:
-        wanted: useful number of members; None if unknown. While the store is unreachable, the last answer.
+        wanted: useful number of members; None if unknown. While the store is unreachable, this is its last answer.
         stale: why the store's answers are stale.
         refused: why the store is not asked at all.
         unreachable: why the store has not answered for half a minute.
-        silent: the store answers, but nobody has written how many are wanted for ten minutes.
+        silent: the store answers, but for ten minutes nobody has written how many members are wanted.
     """
 
     wanted: int | None = None
@@ -157,7 +157,7 @@ class OwnerObservation:
     Attributes:
         now_s: Unix time.
         pods: members of the resource, from a live list.
-        strangers: uids of pods with the members' label that are not members, such as copies of one.
+        strangers: uids of pods that have the members' label but are not members, such as copies of a member's pod.
         capacity: idle capacity of the cluster; None if the operator may not see it.
         allocation: workers that arbitration gives this job; None if it takes no part.
         starts_after: job that has waited so long that this one must not start before it; empty for none.

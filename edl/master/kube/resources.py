@@ -1,7 +1,7 @@
 """Parses `ElasticJob` and `TeacherPool` objects into frozen dataclasses, or returns all reasons why they are refused.
 
-Types and ranges are checked here although the CRD's schema checks them: `edl submit` shows these messages before it
-writes anything, and a cluster may have an older CRD.
+Types and ranges are checked here although the CRD's schema also checks them: `edl submit` can show the messages from
+here before it writes anything, and a cluster may have an older CRD.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _EXPECTED: Final[Mapping[type, str]] = {
 
 @dataclass(frozen=True)
 class SpecProblem:
-    """Why a resource is refused; `message` names the value and the remedy."""
+    """Why a resource is refused; `message` states the value and the remedy."""
 
     reason: str
     message: str
 
 
 class FieldReader:
-    """Reads fields of an object, and collects their problems. `path` names the object in messages, such as `spec`."""
+    """Reads fields of an object, and collects their problems. `path` denotes the object in messages, such as `spec`."""
 
     def __init__(self, value: object, path: str, problems: list[SpecProblem] | None = None) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class FieldReader:
         self.problems.append(SpecProblem(reason, f"{where} is {given}: {what}"))
 
     def refuse_unknown(self) -> None:
-        """Add a problem for each field that was not read: an API server drops it without an error."""
+        """Add a problem for each field that was not read: an API server drops such a field without an error."""
         for name in (name for name in self._fields if name not in self._known):
             plain = str(name).replace("_", "").replace("-", "")
             hint = did_you_mean(plain, self._known) or f"; known fields: {', '.join(sorted(self._known))}"
@@ -118,8 +118,9 @@ class MemberOwner:
 
     Attributes:
         created_s: Unix time of its creation.
-        min_replicas: number of members that it starts with, and never shrinks below.
-        replicas: the value from `/scale`, ignored if `scaling` is `auto`; None if unset or the default.
+        min_replicas: number of members that the resource starts with, and below which it never shrinks.
+        replicas: the value from `/scale`, which is ignored if `scaling` is `auto`; None if it is unset or is the
+            default.
         scaling: `auto` if EDL decides the number of members, `external` if only `/scale` does.
     """
 
@@ -145,14 +146,14 @@ class MemberOwner:
 
     @property
     def key(self) -> str:
-        """Its name in work queues and logs: `elasticjobs/NAMESPACE/NAME`."""
+        """The resource's name in work queues and logs, such as `elasticjobs/NAMESPACE/NAME`."""
         return f"{self.resource_type.plural}/{self.namespace}/{self.name}"
 
 
 def _read_owner(
     resource: Mapping[str, Any], spec: FieldReader, *, default_store: str, default_min: int, default_grace_period_s: int
 ) -> dict[str, Any]:
-    """All metadata except the name is set by the API server, and not checked."""
+    """The API server sets all metadata except the name, so it is not checked."""
     found = resource.get("metadata")
     metadata: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     name = str(metadata.get("name") or "")
@@ -196,9 +197,10 @@ _STORES: Final = "name a server that all pods reach, such as edl://edl-store.edl
 
 
 def find_store_problem(store: str, own: str) -> SpecProblem | None:
-    """Return why pods cannot meet in a store; None if they can. `own` is the operator's store.
+    """Return why pods cannot meet in `store`; None if they can. `own` is the operator's store.
 
-    Each pod would have its own `sqlite:` file, and train alone. The operator's own may be one: a test on one machine.
+    Each pod would have its own `sqlite:` file, and train alone. Only the operator's own store may be such a file, for a
+    test on one machine.
     """
     if not store:
         return SpecProblem("NoStore", "spec.store is missing: name a store, or start the operator with --store")
@@ -249,7 +251,7 @@ class ElasticJob(MemberOwner):
     """A training job of 1 to many workers.
 
     Attributes:
-        run: arguments after `edl run` in a worker's command line: options, the script, and its arguments.
+        run: arguments after `edl run` in a worker's command line: options, the script, and the script's arguments.
         ignored_edits: edits of the spec that the present run ignores, and the remedy; empty for none.
     """
 
@@ -269,14 +271,14 @@ class ElasticJob(MemberOwner):
 
     @property
     def started(self) -> bool:
-        """Whether its status says that a run has started; a suspended job has none."""
+        """Whether the job's status says that a run has started; a suspended job has no run."""
         return bool(self.status.get("startTime"))
 
     def pin_run(self, problem: SpecProblem | None = None) -> ElasticJob:
-        """Return the job with the store and checkpoint that its run started with, from its status.
+        """Return the job with the store and checkpoint with which its run started, as its status records them.
 
-        Workers that meet in a different store would form a second world that writes to the same checkpoint. `problem`
-        is why the spec's store could not be used for a later run either.
+        Workers that meet in a different store would form a second group, which writes to the same checkpoint. `problem`
+        is why the store in the spec could not be used for a later run either.
         """
         store, checkpoint = self.status.get("store"), self.status.get("checkpoint")
         store = store if isinstance(store, str) and store else self.store
@@ -300,7 +302,7 @@ def parse_elastic_job(
 ) -> ElasticJob | tuple[SpecProblem, ...]:
     """Parse an ElasticJob; return it, or the reasons why it is refused, the most important first.
 
-    With `strict`, unknown fields are problems. An operator ignores them: a newer version may have written them.
+    With `strict`, unknown fields are problems. An operator ignores such fields: a newer version may have written them.
     """
     spec = FieldReader(resource.get("spec"), "spec")
     common = _read_owner(resource, spec, default_store=default_store, default_min=1, default_grace_period_s=30)
@@ -359,7 +361,7 @@ class TeacherPool(MemberOwner):
 def parse_teacher_pool(
     resource: Mapping[str, Any], default_store: str = "", *, strict: bool = False
 ) -> TeacherPool | tuple[SpecProblem, ...]:
-    """Parse a TeacherPool as `parse_elastic_job` does a job."""
+    """Parse a TeacherPool in the same way as `parse_elastic_job` parses a job."""
     spec = FieldReader(resource.get("spec"), "spec")
     common = _read_owner(resource, spec, default_store=default_store, default_min=0, default_grace_period_s=10)
     common["priority_class_name"] = common["priority_class_name"] or "edl-teacher"

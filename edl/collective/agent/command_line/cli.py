@@ -1,7 +1,7 @@
 """`edl run`: torchrun's command line, for EDL's agent.
 
-torchrun's own parser parses the options, so a command that works with torchrun means the same here. Options that choose
-or tune torchrun's rendezvous are accepted, but not needed.
+torchrun's own parser parses the options, so a command that works with torchrun has the same meaning here. Options that
+choose or tune torchrun's rendezvous are accepted, but not needed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def kept_log_folder() -> Iterator[str]:
-    """Make a folder for the workers' files; it is kept unless it stays empty."""
+    """Make a folder for the workers' files; the folder is kept unless it stays empty."""
     folder = tempfile.mkdtemp(prefix="edl-output-")
     try:
         yield folder
@@ -214,7 +214,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
 
 
 def _tls(options: argparse.Namespace) -> PeerTLS | None:
-    """Return the TLS settings between agents from the options, or from the environment if they are complete there."""
+    """Return the settings for TLS between agents from the options, or from the environment if complete there."""
     given = {"ca": options.tls_ca, "cert": options.tls_cert, "key": options.tls_key}
     credentials = Credentials.of(**given, server_name=options.tls_server_name)
     if any((*given.values(), options.tls_server_name)) or (credentials.ca and credentials.cert):
@@ -235,7 +235,7 @@ def _store_url(options: argparse.Namespace, stack: ExitStack) -> str:
 
 
 def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
-    """Return the job's name. As with torchrun, a single node needs none, nor do nodes at an endpoint of their own."""
+    """Return the job's name. As with torchrun, a single node or nodes that share an endpoint need no name."""
     name = str(options.rdzv_id)
     if name != _NO_NAME and not options.standalone:
         if not name or "/" in name or name in (".", "..") or not name.isprintable():
@@ -298,7 +298,7 @@ def _program(options: argparse.Namespace) -> ProgramSpec:
 
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Callable[[str], LogsSpecs]:
-    """Return a function that takes a folder for the workers' files, used if the options name none."""
+    """Return a function that takes a folder for the workers' files, which is used if the options name no folder."""
     try:
         wanted = options.local_ranks_filter
         ranks = {int(rank) for rank in wanted.split(",")} if wanted else None

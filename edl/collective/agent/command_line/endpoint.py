@@ -28,7 +28,7 @@ _SLOW_NAME_S: Final = 2.0  # for a lookup; a resolver that does not answer takes
 
 
 def own_address(store_url: str) -> str:
-    """Find this node's own address on the route to the store; if that is on the loopback (Consul's), to other hosts."""
+    """Find this node's own address on the route to the store, or to other hosts if that is a loopback address."""
     servers = servers_of(store_url)
     if not servers:
         return "127.0.0.1"  # a store in a file: all nodes are on this machine
@@ -50,7 +50,7 @@ def own_address(store_url: str) -> str:
 
 
 def warn_of_slow_name(address: str) -> None:
-    """Warn if looking up an address's name is slow: torch does it at every connection, by IPv6 even for IPv4."""
+    """Warn if looking up an address's name is slow: torch does so for every connection, as IPv6 even for IPv4."""
     mapped = address if ":" in address else f"::ffff:{address}"
     began = time.monotonic()
     with contextlib.suppress(OSError):
@@ -66,7 +66,7 @@ def warn_of_slow_name(address: str) -> None:
 
 
 def _towards(host: str, port: int) -> str:
-    """Return this node's address on the route to a host: IPv4 if possible, which peers are more likely to reach."""
+    """Return this node's address on the route to a host. IPv4 is preferred: peers are likelier to reach it."""
     ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     failure: OSError | None = None
     for family, kind, protocol, _, address in sorted(ways, key=lambda way: way[0] != socket.AF_INET):
@@ -91,7 +91,7 @@ _FALSE = ("0", "false", "f", "no", "n")
 
 @dataclass(frozen=True)
 class RendezvousEndpoint:
-    """A host and port that all nodes name alike; the agent on that host serves the store."""
+    """A host and port, the same in all nodes' options; the agent on that host serves the store."""
 
     host: str
     port: int
@@ -99,7 +99,7 @@ class RendezvousEndpoint:
 
     @classmethod
     def of(cls, options: argparse.Namespace, conf: Mapping[str, str], max_nodes: int) -> RendezvousEndpoint | None:
-        """Read torchrun's options; None if they name no endpoint, or EDL's options name a store."""
+        """Read torchrun's options. Returns None if they name no endpoint, or if EDL's options name a store."""
         backend = options.rdzv_backend.strip().lower()
         if options.standalone or options.store or max_nodes < 2 or "://" in options.rdzv_endpoint:
             return None
@@ -138,7 +138,7 @@ class RendezvousEndpoint:
 
     @property
     def listen(self) -> ListenAddress:
-        """Where the host listens: on all addresses, since its name may resolve to a loopback address here only."""
+        """Where the host listens: on all addresses, since on this host its name may resolve to a loopback address."""
         if not self.local:
             return ListenAddress("::", self.port)
         return ListenAddress("127.0.0.1" if self.host == "localhost" else self.host, self.port)

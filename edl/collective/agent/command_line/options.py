@@ -44,7 +44,7 @@ _USUAL = {
     "max_restarts": ("N", "restarts of the workers before the job fails"),
     "module": (None, "the script is a module, as for `python -m`"),
 }
-"""Options of torchrun that `--help` shows, with a shorter help."""
+"""Options of torchrun that `--help` shows, with shorter descriptions."""
 
 
 def _add_options(parser: CommandParser) -> None:
@@ -118,7 +118,7 @@ def _add_options(parser: CommandParser) -> None:
 
 
 class _RunParser(CommandParser):
-    """Names the script that is missing, and what replaces an option that EDL had."""
+    """Reports a missing script, and what replaces an option that EDL no longer has."""
 
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
@@ -130,7 +130,7 @@ class _RunParser(CommandParser):
 
 
 class _JoinedConfig(argparse.Action):
-    """Merges the pairs of repeated `--rdzv-conf` options; for the same name, the later one wins."""
+    """Merges the pairs of repeated `--rdzv-conf` options; if a name occurs twice, the later value wins."""
 
     def __call__(
         self,
@@ -167,7 +167,7 @@ _FROM_SLURM = ("nnodes", "nproc_per_node", "rdzv_id")
 
 
 def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Namespace:
-    """Parse a command line. A Slurm step supplies what neither options nor torchrun's variables (`PET_NNODES`) give."""
+    """Parse a command line. A Slurm step supplies what neither options nor torchrun's variables (`PET_NNODES`) set."""
     options = parser()
     parsed: argparse.Namespace
     if step is None:

@@ -1,4 +1,4 @@
-"""The store of a job whose nodes meet at HOST:PORT: the agent on HOST serves it, and the others wait for it."""
+"""The store of a job whose nodes meet at HOST:PORT: the agent on HOST serves it, and other agents wait for it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _PATIENCE_S: Final = 60.0  # for a node that could not store the last state: eno
 def served_store(
     endpoint: RendezvousEndpoint, credentials: Credentials, *, timeout_s: float, join_timeout_s: float
 ) -> Iterator[ServedStore]:
-    """Open the store at an endpoint. This process serves it if it is on that host, until the other nodes have ended.
+    """Open the store at an endpoint. On that host, this process serves the store until the other nodes have ended.
 
     Raises:
-        SettingsError: Another program answers there, TLS or tokens do not match, or this host cannot serve.
+        SettingsError: Another program answers at the endpoint, TLS or tokens do not match, or this host cannot serve
+            the store.
         DiscoveryError: Nothing answered in time.
     """
     with contextlib.ExitStack() as stack:
@@ -48,7 +49,7 @@ def served_store(
 
 
 def keep_for_later(store: Store, job: str, wanted: bool) -> None:
-    """Record whether this host has a state of the job that is not in storage. Then the store's file is kept."""
+    """Record whether this host has a state of the job that is not in storage. If so, the store's file is kept."""
     key = f"{KEPT}{job}/{socket.gethostname()}"
     with contextlib.suppress(DiscoveryError):
         if wanted:
@@ -67,7 +68,7 @@ class _Serving:
         self.excluded = False
 
     def serve_if_own(self) -> None:
-        """Serve, or be ready to, if the endpoint now names this host. Its name may not have resolved before."""
+        """Serve, or prepare to serve, if the endpoint now resolves to this host. It may not have resolved before."""
         if self.host is None and not self.excluded and self._endpoint.own:
             files = CredentialFiles(self._credentials, serving=True) if self._credentials else None
             self.host = StoreHost(self._endpoint.listen, files, self._tell)

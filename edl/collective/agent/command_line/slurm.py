@@ -1,10 +1,10 @@
-"""What Slurm says about the step that `srun edl run` is a task of (a node for EDL), and the defaults derived from it.
+"""What Slurm says about the step that runs `srun edl run` as its task (a node for EDL), and the resulting defaults.
 
-A task may be a script that calls `edl run` several times. With the step's name alone, the second call would find a job
-that has ended. So calls that end their job are counted, in a file in the host's memory, and the count becomes part of
-the default name. The file is locked while an agent runs: other tasks could not tell two agents at once apart. A job
-whose last state was not stored is retried by the next call with the same command; one with another command is the next
-job.
+A task may be a script that calls `edl run` several times. If the default name were only the step's name, the second
+call would find a job that has ended. So calls that end their job are counted in a file in the host's memory, and the
+count becomes part of the default name. The file is locked while an agent runs, because other tasks could not tell two
+simultaneous agents apart. If a job's last state was not stored, the next call with the same command retries that job. A
+call with another command begins the next job.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SlurmStep:
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> SlurmStep | None:
-        """Read the environment of a task; None outside of a step, and in a shell that `srun --pty` opened."""
+        """Read a task's environment. Returns None outside of a step, and in a shell that `srun --pty` opened."""
         environ = os.environ if environ is None else environ
         if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
             return None
@@ -96,12 +96,12 @@ class SlurmStep:
 
     @property
     def is_first_host(self) -> bool:
-        """Whether this task is on `first_host`, the first by name. In `srun A : B`, host 0 is the first of A."""
+        """Whether this task is on `first_host`, the first host by name. In `srun A : B`, host 0 is A's first host."""
         return self.host_name == self.first_host if self.host_name else self.host == 0
 
     @property
     def rendezvous_port(self) -> int:
-        """The port where tasks meet, below outgoing ones (32768); another per run, as a slow task may still serve."""
+        """The port where tasks meet, below outgoing ports (32768). It differs per run: a slow task may still serve."""
         return 29400 + (self.job + self.step + 1000 * self.run) % 3000
 
     @property
@@ -163,7 +163,7 @@ _RECORD_NBYTES: Final = 64  # of a task's file: a number, and a digest of 16 dig
 
 
 class TaskRuns:
-    """The earlier runs of this task, and from `__enter__` on the current one, with the digest `command`."""
+    """The earlier runs of this task and, from `__enter__` on, the current run, whose digest is `command`."""
 
     def __init__(self, step: SlurmStep, command: str, folder: Path | None = None) -> None:
         self._folder = _default_folder() if folder is None else folder
@@ -192,7 +192,7 @@ class TaskRuns:
         return self
 
     def count(self, *, stored: bool = True) -> None:
-        """Count this run's job, which has ended. If not `stored`, the next run with this command is the same job."""
+        """Count this run's job, which has ended. If not `stored`, the next run with this command retries that job."""
         if stored:
             self._write(self.ended + 1)
         else:
@@ -204,7 +204,7 @@ class TaskRuns:
         os.close(self._file)
 
     def _read(self) -> tuple[int, str]:
-        """Return how many jobs have ended, and the command of another whose state is not stored yet ("" for none)."""
+        """Return how many jobs have ended, and the command of a job whose state is not stored yet, or ""."""
         ended, _, unstored = os.pread(self._file, _RECORD_NBYTES, 0).decode().strip().partition(" ")
         return int(ended or 0), unstored
 
@@ -221,7 +221,7 @@ class TaskRuns:
 
 
 def _lock(file: int) -> bool:
-    """Lock a file until it is closed; False if another process holds the lock. Forked processes would keep a flock."""
+    """Lock a file until it is closed; False if another process holds the lock. Forks would keep a flock locked."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -230,7 +230,7 @@ def _lock(file: int) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """Create `folder` if it is missing, and refuse what another user could have put there."""
+    """Create `folder` if it is missing, and refuse a folder that another user could have put there."""
     remedy = "give each job a name (--rdzv-id NAME), which does not need that folder"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

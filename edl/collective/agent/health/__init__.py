@@ -1,1 +1,1 @@
-"""Finds what has failed (workers that end or hang, GPUs, other agents) and decides what follows from it."""
+"""Finds what has failed (workers that end or hang, GPUs, other agents) and decides what to do about it."""

@@ -1,4 +1,4 @@
-"""Why workers ended, and what follows: an error of the script, a machine's fault, or lost contact with another rank.
+"""Why workers ended, and what to do: an error in the script, a machine's fault, or lost contact with another rank.
 
 CUDA's reference says what causes each error (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html).
 "device-side assert triggered" and "out of memory" are missing here on purpose: they are errors of the script.
@@ -146,13 +146,14 @@ def decide_recovery(
     missing: bool = False,
     trained: bool = False,
 ) -> RecoveryDecision | None:
-    """Decide what follows from the failures of a generation on a node, in the order in which they were seen.
+    """Decide what to do about a generation's failures on a node, given in the order in which they were seen.
 
-    The first was seen `waited_s` seconds ago, with the world unchanged. An exception counts as the script's own after
-    `error_grace_s`; an exit code without a traceback after `contact_timeout_s`, in which a lost node's lease expires;
-    if ranks only lost contact, `error_grace_s` later. The scripts of the ranks `ended` have ended with exit code 0:
-    others lose contact with them, as with those of a `missing` node. A script that asks for too many GPUs fails before
-    it has `trained`. Returns None while the cause may still show elsewhere.
+    The first failure was seen `waited_s` seconds ago, and the world has not changed since. An exception counts as the
+    script's own error after `error_grace_s` seconds. An exit code without a traceback counts after `contact_timeout_s`
+    seconds, during which a lost node's lease expires. If ranks only lost contact, the decision follows `error_grace_s`
+    seconds after that. On the ranks `ended`, the script has ended with exit code 0; other ranks lose contact with them,
+    as with the ranks of a `missing` node. A script that asks for too many GPUs fails before it has `trained`. Returns
+    None while the cause may still become known on another node.
     """
     missing_gpu_means = ExitCause.UNCLEAR if trained else ExitCause.ERROR
     causes = [missing_gpu_means if failure.cause is ExitCause.MISSING else failure.cause for failure in failures]
@@ -200,7 +201,7 @@ def decide_recovery(
 
 
 def _last_line(text: str) -> str:
-    """Return the last line of a traceback: the exception, if its message has one line."""
+    """Return the last line of a traceback, which is the exception if its message has one line."""
     return text.rstrip().rpartition("\n")[2].strip()
 
 
@@ -211,7 +212,7 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 def read_error_file(path: Path) -> str:
-    """Return the traceback that a worker left in torchrun's error file; empty if there is none."""
+    """Return the traceback that a worker left in torchrun's error file, or "" if there is none."""
     try:
         message = json.loads(path.read_text("utf-8", "replace"))["message"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -268,10 +269,11 @@ class RestartPolicy:
         return decision
 
     def _find_regularity(self, progress: Progress) -> str:
-        """Return when the workers hang again and again, as text; empty if there is no pattern.
+        """Return, as text, the pattern in which the workers hang repeatedly; empty if there is no pattern.
 
-        They hang after a step that they have repeated since the last hang, or at equal distances. The job's beginning
-        counts as the first hang; its first step is 0 or 1.
+        There are two patterns: the workers hang again after a step that they have repeated since the last hang, or they
+        hang at regular intervals, counted in steps. The beginning of the job counts as the first hang; the first step
+        is 0 or 1.
         """
         if not self._hangs:
             return ""
@@ -284,7 +286,7 @@ class RestartPolicy:
         return ""
 
     def record_unclear_fault(self) -> None:
-        """Record a fault that a GPU or a kernel of the script may have caused. The next one is blamed on the GPU."""
+        """Record a fault that a GPU or a script's kernel may have caused. The next such fault is blamed on the GPU."""
         self._unclear_faults += 1
 
     def record_restart(self, progress: Progress, lived_s: float, *, hung: bool = False) -> None:
@@ -333,7 +335,7 @@ class GenerationOutcome:
         self._oom_kills = cgroups.read_oom_kills()
 
     def record_exit(self, rank: int, status: int, description: str, error_file: Path) -> None:
-        """Record that a worker ended. `status` is its exit code; if a signal killed it, the negative signal number."""
+        """Record that a worker ended. `status` is its exit code, or the killing signal's number with a minus sign."""
         if status == 0:
             self._ended_well.add(rank)
             return
@@ -350,7 +352,7 @@ class GenerationOutcome:
         self.record_stuck_worker(rank, "the process that forks workers died")
 
     def _count_oom_kills(self) -> int | None:
-        """Return how many processes the kernel killed for lack of memory in this generation; None if unknown."""
+        """Return how many processes the kernel killed in this generation for lack of memory; None if unknown."""
         now = cgroups.read_oom_kills()
         return None if now is None or self._oom_kills is None else now - self._oom_kills
 
@@ -374,7 +376,8 @@ class GenerationOutcome:
     ) -> RecoveryDecision | None:
         """Decide what follows from the failures; None if nothing has failed, or while the cause is not clear.
 
-        `known_at` is when `missing` and `others_ended` were read: if paused since, a machine knows nothing of leases.
+        `known_at` is the time at which `missing` and `others_ended` were read. A machine that has been paused since
+            then does not know which leases have expired.
         """
         if not self._failures:
             return None

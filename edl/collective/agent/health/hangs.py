@@ -1,13 +1,14 @@
-"""Decides how long a worker may go without progress, and finds the worker of a node that hangs.
+"""Decides how long a worker may go without progress, and finds the worker that hangs on a node.
 
-A hang is an absence of steps, so a worker that never reported any is left alone. An evaluation is one too. Three things
-distinguish it from a hang: the script declares it, with a limit (phase BUSY); the kernel sees the worker's process
-work, which gives it a longer limit; or another rank of the job works, and this rank waits for it.
+A hang is an absence of steps, so a worker that has never reported a step is left alone. No steps finish during an
+evaluation either. Any of three things distinguishes an evaluation from a hang: the script declares the evaluation, with
+a limit (phase BUSY); the kernel's counters show that the worker's process works, which gives the worker a longer limit;
+or another rank of the job works, and this rank waits for that rank.
 
-A worker that waits in a collective sleeps (gloo), or a thread spins on memory (any wait for an NCCL kernel; MPI), and
-uses a whole core. But it asks the kernel for nothing, while one that computes asks for memory and batches. So if a
-process has a GPU or MPI, only the CPU time of threads that also talk to the kernel counts as work. Bytes read or
-written count as well, and what child processes use.
+A worker that waits in a collective sleeps (gloo), or one of its threads polls memory (any wait for an NCCL kernel; MPI)
+and uses a whole core. But a polling thread makes no system calls, while a thread that computes asks the kernel for
+memory and batches. So if a process uses a GPU or MPI, only the CPU time of threads that also make system calls counts
+as work. Bytes read or written and the resources used by child processes count as well.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ProcessUsage:
 
 
 def read_usage(pid: int) -> ProcessUsage:
-    """Measure a process and its descendants. Processes that have ended, or that may not be inspected, are left out."""
+    """Measure a process and its descendants. Leaves out processes that have ended or may not be inspected."""
     mapped = _read_text(Path(f"/proc/{pid}/maps"))
     usage = ProcessUsage(time.monotonic(), may_spin=any(name in mapped for name in _SPINNING))
     for process in _with_descendants(pid):
@@ -87,7 +88,7 @@ def is_active(before: ProcessUsage, after: ProcessUsage) -> bool:
 
 
 class ActivityMonitor:
-    """Remembers when processes were last seen to work. Measures only the processes that it is asked about."""
+    """Remembers when processes were last seen to work. Measures only processes that callers ask about."""
 
     def __init__(self, read: Callable[[int], ProcessUsage] = read_usage) -> None:
         self._read = read
@@ -95,7 +96,7 @@ class ActivityMonitor:
         self._active_at: dict[int, float] = {}
 
     def last_active(self, pid: int, limit_s: float, now_s: float) -> float | None:
-        """Return when a process was last seen to work (`time.monotonic()`), or None; `limit_s` is its limit."""
+        """Return when a process was last seen to work (`time.monotonic()`), or None. `limit_s` is the time allowed."""
         every_s = min(max(limit_s / 2 / _SAMPLES, _SHORTEST_S), _LONGEST_S)
         before = self._usages.get(pid)
         if before is None or now_s - before.at_s >= every_s:
@@ -150,7 +151,7 @@ def _thread_usage(task: Path) -> tuple[tuple[int, int], ThreadUsage, ThreadUsage
 
 
 def _counters(path: Path, names: tuple[str, ...]) -> list[int]:
-    """Read numbers from a file of lines `name: number`; missing ones are left out."""
+    """Read the numbers for `names` from a file of lines `name: number`; missing names are left out."""
     lines = (line.partition(":") for line in _read_text(path).splitlines())
     return [int(value) for name, _, value in lines if name in names]
 
@@ -182,7 +183,7 @@ class HangLimits:
 
 @dataclass(frozen=True)
 class ProgressLimit:
-    """How long a worker has gone without progress, and how long it may."""
+    """How long a worker has gone without progress, and how long it is allowed to."""
 
     since_s: float  # when it last made progress (`time.monotonic()`)
     limit_s: float  # seconds after which a worker that does not work counts as hung
@@ -196,7 +197,7 @@ class ProgressLimit:
 
 
 def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
-    """Return a worker's limit; None if it is not watched. Steps from before `forked_s` were made by another worker."""
+    """Return a worker's limit; None if it is not watched. Steps from before `forked_s` are another worker's steps."""
     if status.phase in (Phase.PAUSE, Phase.EXIT):
         return None  # these wait for others, and have their own limits
     if status.phase is Phase.BUSY:
@@ -228,7 +229,7 @@ def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bo
 def describe_hang(
     found: ProgressLimit, now_s: float, limits: HangLimits, active_s: float | None = None, awaited_s: float = 0.0
 ) -> str | None:
-    """Return why a worker counts as hung, or None. It worked at `active_s`, and another rank at `awaited_s`."""
+    """Return why a worker counts as hung, or None. It last worked at `active_s`, and another rank at `awaited_s`."""
     limit_s = found.limit_s
     since_s = found.since_s
     seen = ""
@@ -268,7 +269,7 @@ class HangDetector:
         self._activity.clear()
 
     def find_hung(self, workers: Mapping[int, tuple[int, WorkerStatus]], now_s: float) -> tuple[int, str] | None:
-        """Find a worker that hangs. Returns its local rank, and why it counts as hung; None if no worker does."""
+        """Find a worker that hangs. Returns its local rank, and why it counts as hung; None if no worker hangs."""
         waiting: list[tuple[int, str]] = []
         hung: list[tuple[int, str]] = []
         busy = False

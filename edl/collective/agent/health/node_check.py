@@ -1,12 +1,13 @@
 """Runs a node check: nodes meet in the Store, each runs a probe per round, and all read the same result.
 
-Under a prefix that is new for each check are `ROUND/groups` (which nodes are tested together) and `verdict` (the
-result), written by the first node, `ROUND/meet/NODE` (where the first node of a group waits for its partners), and
-`ROUND/result/NODE`. Under `jobs/JOB/check/` are `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a
-check. A node that arrives later is in a later list, perhaps alone; then only its own computing is tested.
+Each check has its own key prefix. The first node writes `ROUND/groups` (which nodes are tested together) and `verdict`
+(the result) under the prefix. Also under the prefix are `ROUND/meet/NODE` (where the first node of a group waits for
+its partners) and `ROUND/result/NODE`. Under `jobs/JOB/check/` are `waiting/NODE`, which is under a lease, and
+`lists/NUMBER`, which lists the nodes of a check. A node that arrives later is in a later list. If it is alone in that
+list, only its own computing is tested.
 
-Nodes compute alone and reduce in pairs, twice and with different partners, as in DLRover's node check. If a pair fails,
-at least one of its nodes is faulty. The second round pairs every suspect with a node that passed.
+Nodes compute alone and then reduce in pairs. They do this twice, with different partners, as in DLRover's node check.
+If a pair fails, at least one of its nodes is faulty. The second round pairs every suspect with a node that passed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class CheckRoundResult(Record):
 
 @dataclass(frozen=True)
 class NodeCheckResult(Record):
-    """The nodes that are not fit to train; all others are."""
+    """The nodes that are not fit to train; all other nodes are fit."""
 
     faulty: dict[str, str] = field(default_factory=dict)
     slow: dict[str, str] = field(default_factory=dict)
@@ -69,7 +70,7 @@ def first_groups(nodes: Sequence[str]) -> Groups:
 
 
 def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
-    """Pair suspects, whose group failed or was slow, with nodes that passed; of the rest, silent ones work alone."""
+    """Pair suspects, whose group failed or was slow, with passing nodes; silent nodes without a partner work alone."""
     slow = _slow([first], factor)
     bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
     silent = [node for node in nodes if node not in first]
@@ -91,8 +92,8 @@ def summarize_rounds(
 ) -> NodeCheckResult:
     """Find the unfit nodes from the results of all rounds.
 
-    A node is faulty if it passed no round, unless in a failed round a partner was silent or could not compute. It is
-    slow if even its best time is more than `factor` times the median of all nodes' best times.
+    A node is faulty if it passed no round, unless one of its partners in a failed round was silent or could not
+    compute. A node is slow if even its best time is more than `factor` times the median of all nodes' best times.
     """
     faulty = {}
     for node in nodes:
@@ -164,7 +165,7 @@ class _OwnNode:
 def check_nodes(
     store: Store, prefix: str, node: str, host: str, nodes: Sequence[str], settings: NodeCheckSettings
 ) -> NodeCheckResult:
-    """Take part in a check. All of its nodes call this at about the same time, with the same list."""
+    """Take part in a check. All of the check's nodes call this at about the same time, with the same list."""
     own = _OwnNode(store, prefix.rstrip("/"), node, host, settings)
     nodes = sorted(nodes)
     groups = _agree_on_groups(own, "1/groups", first_groups(nodes))
@@ -274,7 +275,7 @@ _LEASE_S: Final = (
 def check_before_joining(
     store: Store, job: str, node: str, host: str, quiet_s: float, settings: NodeCheckSettings
 ) -> NodeCheckResult:
-    """Wait for other nodes that want to be checked, then check all of them. Returns the same on every node."""
+    """Wait for other nodes that want to be checked, then check all. Returns the same result on every node."""
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:
         store.put(f"{folder}waiting/{node}", b"", lease)

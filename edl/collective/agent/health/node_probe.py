@@ -1,8 +1,8 @@
-"""A node's work in one round of the node check, in its own process because a faulty node may hang in it.
+"""A node's work in one round of the node check, in a separate process because that work hangs on some faulty nodes.
 
-Its task is JSON in the first argument, and it prints JSON lines. A broken device need not raise: it may compute wrong
-results. The test numbers are small integers: float32 holds their sums exactly in any order, and TF32 and bfloat16 hold
-the factors of the matrix products.
+The process receives its task as JSON in the first argument, and prints JSON lines. A broken device need not raise an
+error: it may compute wrong results. The test numbers are small integers, so float32 represents their sums exactly in
+any order, and TF32 and bfloat16 represent the factors of the matrix products exactly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def find_devices() -> list[torch.device]:
 
 
 def check_products(device: torch.device) -> float:
-    """Multiply matrices on a device. Returns seconds of the fastest measurement."""
+    """Multiply matrices on a device. Returns the duration of the fastest measurement in seconds."""
     size = _SIZE[device.type]
     numbers = torch.arange(size, device=device)
     rows, columns = (numbers % 7 + 1).float(), (numbers % 5 + 1).float()
@@ -68,13 +68,13 @@ def check_copies(devices: Sequence[torch.device]) -> None:
 
 
 def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
-    """Return how many GPUs all ranks have, which is how many NCCL all-reduces are made; 0 without NCCL."""
+    """Return the number of GPUs that every rank has, and so of NCCL all-reduces to make; 0 without NCCL."""
     store.set(f"gpus/{rank}", str(mine if dist.is_nccl_available() else 0))
     return min(int(store.get(f"gpus/{other}")) for other in range(world_size))
 
 
 def check_sum(store: Store, rank: int, world_size: int, devices: Sequence[torch.device], timeout_s: float) -> float:
-    """Sum over all ranks, once per device, in a process group each. Returns seconds of the slowest device."""
+    """Sum over all ranks, once per device, in a process group each. Returns the slowest device's seconds."""
     times, timeout = [], timedelta(seconds=timeout_s)
     for number, device in enumerate(devices or [torch.device("cpu")]):
         if device.type == "cuda":

@@ -1,1 +1,1 @@
-"""The processes of a node's workers: how they are forked after torch is imported, their output, stacks and exit."""
+"""The processes of a node's workers: how they are forked once torch is imported, their output, stacks and exits."""

@@ -1,7 +1,7 @@
 """A node's workers as its agent sees them: forked by a zygote, watched, and killed.
 
-CUDA frees a context's memory when the last process that has the device's file open has ended, including children that
-inherited the file.
+CUDA frees a context's memory when the last process that has the device's file open has ended; this includes children
+that inherited the open file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RELEASE_POLL_S: Final = 0.005  # between two checks of processes about to end, 
 
 
 def find_holders(groups: Collection[int]) -> dict[int, str]:
-    """Return processes in `groups` that have a GPU open: pid to start time in ticks, a pair that never recurs."""
+    """Return processes in `groups` that have a GPU open, as start times in ticks by pid; no such pair recurs."""
     if not groups or not any(map(glob.glob, GPU_DEVICES)):
         return {}
     found = {}
@@ -51,7 +51,7 @@ def find_holders(groups: Collection[int]) -> dict[int, str]:
 
 
 def wait_for_release(holders: dict[int, str], deadline: float) -> bool:
-    """Wait until these processes have ended. Returns whether that happened by the deadline."""
+    """Wait until these processes have ended. Returns whether they had ended by the deadline."""
     while left := [pid for pid, began in holders.items() if _lives(pid, began)]:
         if time.monotonic() > deadline:
             logger.warning("processes %s still hold GPU memory: the new workers start anyway", left)
@@ -92,7 +92,7 @@ _ATTEMPTS: Final = 4  # to import ahead of time, each without the modules found 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker. The status is an exit code; if a signal killed the worker, the negative signal number."""
+    """The end of a worker. The status is an exit code, or the negative number of the signal that killed the worker."""
 
     generation: int
     local_rank: int
@@ -149,7 +149,7 @@ class WorkerProcesses:
     def warm_up(self, timeout_s: float = 120.0, raise_if_stopping: Callable[[], object] = lambda: None) -> None:
         """Start the zygote and wait until it can fork. Call this from a thread that lives as long as the workers.
 
-        If the imports take longer than `timeout_s`, or kill the process, another one imports nothing.
+        If the imports take longer than `timeout_s`, or kill the zygote, another zygote is started that imports nothing.
         """
         unfit: dict[str, str] = {}
         lost = ""
@@ -226,7 +226,7 @@ class WorkerProcesses:
         self._reap(timeout_s, spared_generation=generation)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the workers but, unlike torchrun, not to their children: a last save may need loaders."""
+        """Send a signal to the workers only. Unlike torchrun, spare their children: a last save may need loaders."""
         with self._lock:
             for pid in self._running:
                 with contextlib.suppress(ProcessLookupError):
@@ -263,7 +263,7 @@ class WorkerProcesses:
         self._process = None
 
     def _kill_zygote(self) -> None:
-        """Kill a zygote that does not answer. A pool that must fork again needs another one."""
+        """Kill a zygote that does not answer. To fork again, a pool needs another zygote."""
         self._closing = True
         if self._process is not None:
             _kill(self._process.pid)
@@ -320,7 +320,7 @@ class WorkerProcesses:
 
 
 def _kill(pid: int) -> None:
-    """Kill a worker or the zygote with its process group, or alone while it has no group of its own yet."""
+    """Kill a worker or the zygote with its process group, or alone as long as the process has no own group."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,15 +1,16 @@
-"""Imports modules before workers are forked, unless a fork breaks them.
+"""Imports modules before workers are forked, except modules that would not work in a fork.
 
-Some modules must be imported by every worker itself: a module that starts a thread or a pool of OpenMP threads (a fork
-has none of them, and would wait for them forever), opens a connection, uses CUDA, or reads its rank from the
-environment. That shows only once the module has been imported. So this module imports it and checks, partly with a test
-fork; if it turns out unfit, the process is thrown away and another one starts without it. What native code does, or
-what a module does after its import, is not detected.
+Some modules must be imported by every worker itself. Such a module starts a thread or a pool of OpenMP threads (a fork
+does not have these threads, and would wait for them forever), opens a connection, uses CUDA, or reads its rank from the
+environment. Whether a module does this is known only after it has been imported. So the code here imports the module
+and checks the process, partly with a test fork. If the module is unfit, the process is discarded, and another one
+starts without that module. What native code does, or what a module does after its import, is not detected.
 
-A module may be imported ahead of time only if that changes nothing. So everything after the first statement that may
-change what an import does (an environment variable, `sys.path`) is left to the worker. Before it, what the program
-surely imports from site-packages is imported. The program's own modules are only read: they may change between two
-starts, and often draw random numbers or check their rank.
+A module may be imported ahead of time only if that changes nothing. So imports after the first statement that may
+change what an import does (it may set an environment variable or `sys.path`) are left to the worker. Of the imports
+before that statement, those that the program certainly makes from site-packages happen ahead of time. The program's own
+modules are only read, not imported: they may change between two starts, and often draw random numbers or check their
+rank.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ class ProgramImports:
 def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequence[str]) -> ProgramImports:
     """Find which modules a program imports before it does anything else, by reading its source.
 
-    `program` are the files that run, in order. What it imports from `folders` is its own and read as well. Even an
-    import under a condition may happen ahead of time if it is of the `roots`, with the framework first.
+    `program` lists the files that run, in order. Modules that the program imports from `folders` are its own and are
+    read as well. Imports of the packages in `roots`, with the framework first, may happen ahead of time even if they
+    are conditional.
     """
     scan = _Scan(program, folders, roots)
     for path in program:
@@ -89,7 +91,7 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
 
 
 def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Find the files that `import NAME` runs, in their order; empty if the module is not in these folders."""
+    """Find the files that `import NAME` runs, in that order; empty if the module is not in these folders."""
     parts = name.split(".")
     for folder in folders:
         found = []
@@ -104,7 +106,7 @@ def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
 
 @dataclass
 class _Scan:
-    """Reads statements in the order in which they run, until one may change what a later import does."""
+    """Reads statements in the order in which they run, until a statement may change what a later import does."""
 
     program: Sequence[Path]
     folders: Sequence[Path]
@@ -143,13 +145,13 @@ class _Scan:
         )
 
     def variables(self) -> frozenset[str]:
-        """Collect all strings in the files that were read that may name an environment variable."""
+        """Collect all strings that may name an environment variable from the files that were read."""
         nodes = (node for tree in self._trees for node in ast.walk(tree))
         strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         return frozenset(filter(_VARIABLE.fullmatch, strings))
 
     def _run(self, body: Sequence[ast.stmt], path: Path, safe: set[str], *, surely: bool = True) -> None:
-        """Read statements. `safe` are the names of which no call has an effect; `surely` says that all of them run."""
+        """Read statements. Calls of the names in `safe` have no effect. With `surely`, all of the statements run."""
         for node in body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._import(node, path, surely=surely)
@@ -212,13 +214,13 @@ class _Scan:
 
 
 def _is_loaded(root: str, path: Path) -> bool:
-    """Return whether this process has imported `root` from `path`: EDL itself, if PYTHONPATH names its folder."""
+    """Return whether this process imported `root` from `path`, as it did EDL if that folder is in PYTHONPATH."""
     loaded = getattr(sys.modules.get(root), "__file__", None)
     return loaded is not None and Path(loaded).resolve() == path.resolve()
 
 
 def _is_installed(root: str) -> bool:
-    """Return whether a package is in site-packages. One that is being developed may change between two starts."""
+    """Return whether a package is in site-packages. A package under development may change between two starts."""
     with contextlib.suppress(ValueError):  # a module without a specification
         found = importlib.util.find_spec(root)
         return found is not None and _is_package_file(found.origin or "")
@@ -226,7 +228,7 @@ def _is_installed(root: str) -> bool:
 
 
 def _is_package_file(path: str | Path) -> bool:
-    """Return whether a file is in `site-packages` or `dist-packages`, which PYTHONPATH may name as well."""
+    """Return whether a file is in `site-packages` or `dist-packages`, even if the folder is in PYTHONPATH."""
     return "-packages" in str(path)
 
 
@@ -240,7 +242,7 @@ def _names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
 
 
 def _safe_names(node: ast.Import | ast.ImportFrom) -> set[str]:
-    """Return the names that an import binds to modules without effects, or to what is in them."""
+    """Return the names that an import binds to modules without effects, or to objects from such modules."""
     if isinstance(node, ast.ImportFrom):
         if node.level or (node.module or "").split(".")[0] not in _HARMLESS_MODULES:
             return set()
@@ -291,7 +293,7 @@ def _is_pure(expression: ast.expr, safe: set[str]) -> bool:
 
 
 def _is_safe_call(function: ast.expr, safe: set[str]) -> bool:
-    """Return whether a function is one without effects, or a method of what such a function returned."""
+    """Return whether a function has no effects, or is a method of an object that such a function returned."""
     if isinstance(function, ast.Call):
         return _is_safe_call(function.func, safe)
     name = ast.unparse(function)
@@ -325,7 +327,7 @@ class PreloadResult:
 
 
 def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]) -> PreloadResult:
-    """Import pairs of a module and a name in it (or "") unless in `without`, and find what a fork cannot have."""
+    """Import pairs of module and name in it (or ""), except `without`, and find modules that a fork cannot have."""
     done = PreloadResult()
     for module, name in dict.fromkeys(modules):
         root = module.split(".")[0]
@@ -338,7 +340,7 @@ def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]
 
 
 def find_fork_hazard() -> str:
-    """Return why a fork of this process would be unusable, by making one; empty if it can compute and use CUDA."""
+    """Fork this process as a test, and return why forks are unusable; empty if the fork can compute and use CUDA."""
     pid = os.fork()
     if pid == 0:
         code = _UNKNOWN
@@ -362,7 +364,7 @@ def find_fork_hazard() -> str:
 
 
 def _is_cuda_poisoned() -> bool:
-    """Return whether this process cannot use CUDA because its parent touched the driver, as `is_available` does."""
+    """Return whether this process cannot use CUDA because its parent used the driver, as by `is_available`."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -407,7 +409,7 @@ class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
 
 @contextmanager
 def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
-    """Collect which variables the block looks up in `os.environ`. Its class is swapped: modules hold the object."""
+    """Collect the variables looked up in `os.environ` in the block. Swaps its class, as modules hold the object."""
     looked_up: set[str] = set()
     plain = os.environ.__class__
     os.environ.__class__ = _WatchedEnviron
@@ -425,7 +427,7 @@ def _tasks() -> set[str]:
 
 
 def _has_new_threads(before: set[str]) -> bool:
-    """Return whether this process has threads that are not in `before`; OpenBLAS ends its own before a fork."""
+    """Return whether this process has threads not in `before`; OpenBLAS ends its own threads before a fork."""
     if not _tasks() - before:
         return False
     pid = os.fork()

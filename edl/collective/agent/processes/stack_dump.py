@@ -1,8 +1,8 @@
-"""Dumps the stacks of a worker on request: the worker arms a signal, its agent sends it and reads a file.
+"""Dumps a worker's stacks on request: the worker sets up a signal handler; its agent signals it and reads a file.
 
 `faulthandler` writes from within the signal handler, without the interpreter's lock, so a worker answers even if it
-hangs in native code or holds that lock. A stopped process (SIGSTOP) runs no handler, and one in an uninterruptible
-system call runs it after the call: neither can show a stack.
+hangs in native code or holds that lock. A stopped process (SIGSTOP) runs no handler, and a process in an
+uninterruptible system call runs the handler only after the call. So neither can show its stacks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def arm_stack_dump(path: Path) -> None:
 
 
 def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> list[str]:
-    """Return the stacks of workers (pid, path for `arm_stack_dump`), or why there are none; one timeout for all."""
+    """Return the stacks of workers (pid, path of `arm_stack_dump`), or why there are none, after one shared timeout."""
     deadline = time.monotonic() + timeout_s
     asked = [_ask(pid, path) for pid, path in workers]
     return [
@@ -63,7 +63,7 @@ def _ask(pid: int, path: Path) -> int | str:
 
 
 def _collect(pid: int, path: Path, begin: int, deadline: float) -> str:
-    """Wait until something was written after `begin` and nothing more is added."""
+    """Wait until something has been written after `begin` and nothing more is being added."""
     size = begin
     quiet_since = time.monotonic()
     while (now := time.monotonic()) < deadline:

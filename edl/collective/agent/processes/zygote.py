@@ -1,12 +1,12 @@
 """The zygote: the process that workers are forked from, which only imports torch and the user's modules.
 
-The agent talks JSON with it over a Unix socket (`SOCK_SEQPACKET`): one `ProgramSpec`, then a `ForkRequest` for each
-worker. The zygote answers `{"ready": true}` with what went wrong, `{"pid": ...}` for each fork and, when a worker
-ended, `{"exited": pid, "status": wait status}`.
+The agent and the zygote exchange JSON over a Unix socket (`SOCK_SEQPACKET`). The agent sends one `ProgramSpec`, then a
+`ForkRequest` for each worker. The zygote answers with `{"ready": true}` and what went wrong, then with `{"pid": ...}`
+for each fork and, when a worker has ended, `{"exited": pid, "status": wait status}`.
 
-It must not start threads, run a backward pass or touch CUDA, because a fork would inherit what is left of them. If it
-dies, its workers die too. If the agent dies, it kills the workers and their children, and ends. A fork runs its script
-or module as a new interpreter would (`run_main`).
+The zygote must not start threads, run a backward pass or use CUDA, because a fork would inherit their unusable remains.
+If the zygote dies, its workers die too. If the agent dies, the zygote kills the workers and their children, and ends. A
+fork runs its script or module as a new interpreter would (`run_main`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ForkRequest:
 
 
 def zygote_command(descriptor: int, program: ProgramSpec) -> list[str]:
-    """Return the command that starts a zygote, which shows the program in `ps` and inherits the socket `descriptor`."""
+    """Return the command that starts a zygote. `ps` shows the program, and the zygote inherits socket `descriptor`."""
     package = Path(__file__).parents[3]
     shown = [program.target, *program.arguments]
     return [sys.executable, "-u", "-c", _COMMAND, str(descriptor), str(os.getpid()), str(package), *shown]
@@ -130,11 +130,11 @@ def main() -> None:
 
 
 def _leave_to_agent(number: int, frame: object) -> None:
-    """Do nothing. Programs that this process starts act on the signal, but would not if it were ignored here."""
+    """Do nothing. If the signal were ignored here instead, programs that this process starts would ignore it too."""
 
 
 def _serve(agent: socket.socket) -> ForkRequest:
-    """Fork workers on request. Returns the request in the worker; in the zygote, ends the process with its agent."""
+    """Fork workers on request. Returns the request in the worker; in the zygote, exits when the agent ends."""
     wake, woken = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(woken, False)
@@ -236,7 +236,7 @@ def _scan(program: ProgramSpec, folder: Path) -> preload.ProgramImports:
 
 
 def _import_framework(program: ProgramSpec, variables: frozenset[str]) -> dict[str, str]:
-    """Import the framework and what the first optimizer imports. Returns what every worker must import itself, and why.
+    """Import the framework and what the first optimizer imports. Returns what workers must import themselves and why.
 
     `variables` are environment variables that the program may set after it has imported the framework.
     """
@@ -322,7 +322,7 @@ _ARG_START: Final = 47  # field of `/proc/self/stat`, counted from 0 (proc_pid_s
 
 
 def renew_state() -> None:
-    """Renew the state that this process, just forked, would otherwise share with all forks of its parent."""
+    """Renew the state that this newly forked process would otherwise share with all forks of its parent."""
     _seed_generators()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
@@ -333,7 +333,7 @@ def renew_state() -> None:
 
 
 def limit_threads(environ: Mapping[str, str]) -> None:
-    """Make torch, if it is imported already, use as many threads as OMP_NUM_THREADS says."""
+    """Make torch, if already imported, use the number of threads in OMP_NUM_THREADS."""
     torch = sys.modules.get("torch")
     number = environ.get("OMP_NUM_THREADS", "")
     if torch is not None and number.isdecimal() and int(number):
@@ -353,7 +353,7 @@ def _seed_generators() -> None:
 
 
 def show_command_line(arguments: Sequence[str]) -> None:
-    """Make `ps` show other arguments by replacing their bytes (setproctitle(3)), unless the new ones are longer."""
+    """Make `ps` show new arguments by replacing the old ones' bytes (setproctitle(3)), unless the new are longer."""
     before = Path("/proc/self/cmdline").read_bytes()
     begin = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[_ARG_START - 2])
     name, separator, rest = before.partition(b"\0")
@@ -386,12 +386,12 @@ _interrupted = False
 
 
 def arm_interruption() -> None:
-    """Make this process end by SIGINT if Ctrl-C ended its script. Functions registered later run earlier."""
+    """Make this process end by SIGINT if Ctrl-C ended its script. Exit functions registered later run earlier."""
     atexit.register(_end_by_sigint)
 
 
 def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Run a `script` (file, folder or archive) or `module` as `__main__`. Raises SystemExit unless it ends well."""
+    """Run a `script` (file, folder or archive) or `module` as `__main__`. Raises SystemExit unless it succeeds."""
     sys.argv = [target, *arguments]
     sys.orig_argv = [*sys.orig_argv[:1], *command_line(kind, target, arguments)]
     program = sys.modules["__main__"].__dict__
@@ -421,7 +421,7 @@ def command_line(kind: str, target: str, arguments: Sequence[str]) -> list[str]:
 
 
 def absolute_path(target: str) -> str:
-    """Make a script's path absolute and change nothing else in it, as the interpreter does."""
+    """Make a script's path absolute without changing anything else in the path, as the interpreter does."""
     return os.path.join(Path.cwd(), target)  # noqa: PTH118 - a `Path` would leave out a `.` inside
 
 
@@ -476,7 +476,7 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
 
 
 def _is_usual_hook(hook: Any) -> bool:
-    """Return whether an exception hook is the interpreter's, perhaps wrapped by torch, which adds the rank."""
+    """Return whether an exception hook is the interpreter's, or that hook as wrapped by torch to add the rank."""
     if hook is sys.__excepthook__:
         return True
     if getattr(hook, "__module__", "") != "torch.distributed.distributed_c10d":

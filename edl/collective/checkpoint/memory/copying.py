@@ -1,11 +1,12 @@
 """Copying many tensors at once, as fast as memory allows, even on a machine whose cores are busy.
 
-Torch splits a copy evenly among its threads and waits for the slowest. If another process occupied a core, that took
-four times as long as a single thread. Here, threads take small pieces one after another, and the calling thread helps.
+Torch splits a copy evenly among its threads and waits for the slowest. If another process occupied a core, such a copy
+took four times as long as a copy by a single thread. Here, threads take small pieces one after another, and the calling
+thread helps.
 
 Tensors on a GPU are copied through two pinned buffers, on a separate stream: while the GPU fills one, the CPU empties
 the other. The copies wait for work that is queued on the caller's stream, and the caller waits for the copies, so later
-changes to the tensors cannot affect them. https://docs.pytorch.org/docs/stable/notes/cuda.html
+changes to the tensors cannot affect the copies. https://docs.pytorch.org/docs/stable/notes/cuda.html
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ CopyPiece = tuple[Any, Any]  # bytes to copy to, and bytes to copy from, as nump
 
 
 def finish_queued_work() -> None:
-    """Wait until the GPU has finished its queued work, so that its time counts as training and not as saving."""
+    """Wait until the GPU has finished its queued work, so that this time counts as training, not as saving."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
 
 
 @dataclass(frozen=True)
 class _Filled:
-    """A buffer that is full once `event` has occurred, and the targets of its parts."""
+    """A buffer that is full once `event` has occurred, and the targets to which its parts are copied."""
 
     event: torch.cuda.Event
     pieces: Sequence[CopyPiece]
@@ -135,7 +136,7 @@ def _empty_buffer(filled: _Filled, write: Callable[[Sequence[CopyPiece]], object
 
 
 def _pinned_buffer(nbytes: int) -> torch.Tensor:
-    """Return a buffer that the GPU can write to directly, or an ordinary one if the system refuses that."""
+    """Return a buffer that the GPU can write to directly, or an ordinary buffer if the system refuses such a buffer."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as exc:
@@ -148,7 +149,7 @@ _MOST_THREADS: Final = 4  # with more, memory bandwidth is used up
 
 
 class TensorCopier:
-    """Copies tensors to tensors of the same shapes and dtypes. Only one caller may use it at a time.
+    """Copies tensors to others of the same shapes and dtypes. Only one caller may use a copier at a time.
 
     `threads` includes the caller's; the default is this rank's share of the cores, at most 4.
     """
@@ -168,7 +169,7 @@ class TensorCopier:
 
     @torch.no_grad()
     def copy_tensors(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy `sources` to `targets`, which are contiguous, on the CPU, and share no memory with a source."""
+        """Copy `sources` to `targets`, which must be contiguous, on the CPU, and share no memory with a source."""
         pieces: list[CopyPiece] = []
         on_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
@@ -183,7 +184,7 @@ class TensorCopier:
         self._copy_pieces(pieces)
 
     def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
-        """Copy pieces: this thread and its helpers take one after another, and it waits for no helper to begin."""
+        """Copy pieces. This thread and its helpers each take one at a time; it does not wait for a helper to begin."""
         waiting = deque(part for piece in pieces for part in _cut_pieces(*piece))
 
         def work() -> None:

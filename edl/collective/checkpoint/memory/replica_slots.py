@@ -1,8 +1,9 @@
-"""Which states are kept so that a node's peer can get a replica, and where the files are: shared by workers and agents.
+"""Which states are kept for replicas on a node's peer, and where their files are. Both workers and agents use this.
 
-Shards of a lost host are useful only if all ranks' shards of the same step can be found. So about every 10 s all ranks
-agree on a save that is *kept* until the next one, under a second name for its slot's file. The agent has that long to
-send it to its peer. The kept states are therefore the same on all nodes, and agents need not ask one another.
+Replicas of a lost host's shards are useful only if all ranks' shards from the same step can be found. So about every 10
+s all ranks agree on a save whose state is *kept*, under a second name for its slot's file, until the next state is
+kept. The agent has that long to send the kept state to its peer. The kept states are therefore the same on all nodes,
+and agents need not ask one another.
 
 ::
 
@@ -12,9 +13,9 @@ send it to its peer. The kept states are therefore the same on all nodes, and ag
     replicas/NODE-0.0, .1 the last two of another node's local rank 0, as its agent sent them
     replicas/wanted       the agent's request to keep the next state
 
-The request names the newest state that was sent completely. A worker that has kept a newer state does not agree to keep
-another, so the older of two kept states has a replica on every node until the newer one does. When all ranks agree to
-keep a third, the first is removed before the third is written.
+The request identifies the newest state that was sent completely. A worker that has kept a newer state than that does
+not agree to keep another. So on every node, the older of two kept states has a replica until the newer state has one.
+When all ranks agree to keep a third state, the first is removed before the third is written.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NO_VERSION: StateVersion = (-1, -1, -1)  # older than any state
 
 
 def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[CompleteSlot]:
-    """Return the slots of the newest state of which every worker holds its part, in the order of workers; else []."""
+    """Return the slots, by worker, of the newest state of which every worker holds its part; [] if there is none."""
     # Of two slots with the same step, as around an evaluation, the later one counts.
     parts = [{slot.header.version: slot for slot in sorted(found, key=lambda slot: slot.sequence)} for found in held]
     common = set.intersection(*map(set, parts)) if parts else set()
@@ -63,7 +64,7 @@ class ReplicaFolder:
         return [slot for prefix in self.slot_prefixes() for slot in find_slots(prefix)]
 
     def request_newer_than(self, newer_than: StateVersion | None) -> None:
-        """Ask the workers to keep a state newer than this version; None withdraws this."""
+        """Ask the workers to keep a state newer than this version; None withdraws the request."""
         if newer_than is None:
             self._word.unlink(missing_ok=True)
             return
@@ -78,7 +79,7 @@ class ReplicaFolder:
         return None
 
     def drop_older_than(self, version: StateVersion) -> None:
-        """Remove the states of workers that have none as new as `version`."""
+        """Remove the replicas for workers whose replicas are all older than `version`."""
         for prefix in self.slot_prefixes():
             if all(slot.header.version < version for slot in find_slots(prefix)):
                 for path in (prefix.with_name(prefix.name + end) for end in (".0", ".1")):
@@ -106,7 +107,7 @@ class ReplicaSlots:
         return None if folder is None else cls(slots, ReplicaFolder(folder))
 
     def is_state_requested(self) -> bool:
-        """Return whether the agent requests another state, because it has sent all that are kept here."""
+        """Return whether the agent requests another state, because it has sent all states that are kept here."""
         word = self._folder.requested_version() if not self._given_up else None
         return word is not None and all(slot.header.version <= word for slot in self.slots.find_complete())
 
@@ -122,14 +123,14 @@ class ReplicaSlots:
                 oldest.unlink()
 
     def keep_slot(self, saved: CompleteSlot) -> None:
-        """Keep this state, which is newer than all kept ones, even when others are saved later."""
+        """Keep this state, which is newer than all kept states, even when other states are saved later."""
         if self._given_up:
             return
         self.free_oldest_slot()
         os.link(saved.path, next(path for path in self._names if not path.exists()))
 
     def stop_keeping(self) -> bool:
-        """Stop keeping states, because there is no room for them. Returns whether any was kept."""
+        """Stop keeping states because there is no room for them. Returns whether any state was kept."""
         self._given_up = True
         held = [path for path in (*self._names, self._spare) if path.exists()]
         for path in held:
@@ -140,7 +141,7 @@ class ReplicaSlots:
         return self._folder.find_replicas()
 
     def drop_newer_than(self, version: StateVersion) -> None:
-        """Invalidate kept states newer than the one that the world resumed from, so that the next one replaces them."""
+        """Invalidate kept states newer than the state that the world resumed from, so that the next replaces them."""
         found = self.slots.find_complete()
         older = [slot for slot in found if slot.header.version <= version]
         if older and len(older) < len(found):

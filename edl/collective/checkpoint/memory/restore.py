@@ -1,10 +1,11 @@
-"""Restoring from memory: all ranks announce what their slots hold, and ranks that lack the chosen state are sent it.
+"""Restoring from memory: ranks announce what their slots hold, and a rank that lacks the chosen state receives it.
 
-A rank that lacks a state gets a copy of another rank's whole slot into its own; restoring is then local for all ranks.
-Only a sharded state in a world of another size is assembled from parts on the way. A part that is in no rank's own
-slots comes from a rank that held the same shards (HSDP: several ranks hold them, as the saved metadata says), or else
-from a replica. A later generation wins over one that got further: the work of a world that the others had given up on
-is not restored.
+If a rank lacks a state, another rank's whole slot is copied into its slot; restoring is then local for all ranks. Only
+a sharded state that is restored into a world of another size is assembled from parts during the transfer. A part that
+is in no rank's own slots comes from a rank that held the same shards (with HSDP, several ranks hold them, and the saved
+metadata says which), or else from a replica. A state of a later generation is preferred to a state of an earlier
+generation, even if the earlier generation reached a later step: the work of a world that the other ranks had given up
+on is not restored.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ShardHolders = Mapping[SlotHeader, Collection[int]]  # ranks that held the same 
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Plan by which a world of `len(sources)` ranks resumes."""
+    """Plan for how a world of `len(sources)` ranks resumes."""
 
     generation: int  # the state; `world` is the number of ranks that saved it
     step: int
@@ -60,12 +61,14 @@ def choose_state(
 ) -> RestorePlan | None:
     """Choose the newest state of which every required part is in some rank's memory; None if there is none.
 
-    `offers` are the headers of the slots of each present rank. `replicas` are those of the lost ranks' replicas on each
-    rank's host, which count only for parts of sharded states that are in no rank's own slots. `same` are ranks that
-    held the same shards; any of them is better than a replica, which must be compared with storage.
+    `offers` are the headers of each present rank's slots. `replicas` are the headers of the lost ranks' replicas on
+    each rank's host. Replicas count only for parts of sharded states that are in no rank's own slots. `same` are ranks
+    that held the same shards; any of these ranks is a better source than a replica, because a replica's state must be
+    compared with the state in storage.
 
-    `before` is the step after which the workers hung, if they did. An earlier state is then preferred if every rank of
-    this world has its own part, so that whatever the script did after that step is repeated.
+    `before` is the step after which the workers hung, or None if they did not. An earlier state is then preferred if
+    every rank of this world has its own part of that state, so that whatever the script did after step `before` is
+    repeated.
     """
     held = _group_by_state(offers)
     size = len(offers)
@@ -94,9 +97,10 @@ def choose_state(
 def _newest_entire(
     newest: StateVersion, held: dict[StateVersion, dict[int, list[int]]], size: int
 ) -> tuple[StateVersion, dict[int, list[int]]]:
-    """Return the newest state of which every rank has its own part; `newest` if there is none or the size changed.
+    """Return the newest state of which all ranks have their own parts, or `newest` if none or if the size changed.
 
-    Otherwise a rank that died before its save would get another's part, and its random numbers would start over.
+    With `newest`, a rank that died before its save would get another rank's part, and its random numbers would start
+    over.
     """
     for state in sorted(held, reverse=True):
         if state[2] == size == newest[2] == len(held[state]):
@@ -105,7 +109,7 @@ def _newest_entire(
 
 
 def _equal_parts(state: StateVersion, parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
-    """Return, for parts that no rank offers, an offered part with the same shards; if there are several, in turn."""
+    """Return, for parts that no rank offers, an offered part with the same shards; several take turns."""
     alike: dict[int, list[int]] = {}
     for header, equals in sorted(same.items()):
         if header.version == state and header.rank in parts:
@@ -116,7 +120,7 @@ def _equal_parts(state: StateVersion, parts: Mapping[int, object], same: ShardHo
 
 
 def _group_by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion, dict[int, list[int]]]:
-    """Return the present ranks that offer a part, by state and by the rank that saved the part."""
+    """Return the present ranks that offer each part, by state and by the rank that saved the part."""
     held: dict[StateVersion, dict[int, list[int]]] = {}
     for rank, headers in enumerate(offers):
         for header in headers:
@@ -127,8 +131,8 @@ def _group_by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion
 def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
     """Choose the source of each rank's part.
 
-    In order of preference: its own slot with its own part; a rank that holds its part, if the world has the same size;
-    its own slot with any part; the ranks that hold any part, in turn.
+    In order of preference, the source is: the rank's own slot with its own part; a rank that holds that part, if the
+    world has the same size; the rank's own slot with any part; the ranks that hold any part, in turn.
     """
     part_by_rank = {rank: part for part, givers in parts.items() for rank in givers}
     givers = sorted(part_by_rank)
@@ -152,7 +156,7 @@ def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int
 def _plan_sharded(
     state: StateVersion, parts: dict[int, list[int]], equal_parts: Mapping[int, int], size: int
 ) -> RestorePlan:
-    """Plan that each rank takes its own part or one with the same shards; another world size needs reassembly."""
+    """Plan that each rank takes its own part or an equal part; if the world size differs, plan a reassembly."""
     world = state[2]
     holders = tuple(parts[part][0] if part in parts else -1 for part in range(world))
     if world != size:
@@ -191,12 +195,12 @@ def restore_from_memory(
     since: int = 0,
     hung_after: int | None = None,
 ) -> RestoredState | None:
-    """Restore the newest state that is complete in the memory of all ranks together; else return None. Collective.
+    """Restore the newest state that is complete in all ranks' memory together; None if there is none. Collective.
 
-    `stored` returns the generation and step of the newest state on storage, which wins if it is newer. All ranks call
-    it if a part comes only from a replica, or if the state is older than every agent here, because nodes that are gone
-    may have stored a newer one. `since` is the generation in which this rank's agent joined. `hung_after` is the last
-    step of the worker that ran here, if the workers hung, -1 if none ran.
+    `stored` returns the generation and step of the newest state in storage. If that state is newer, None is returned.
+    All ranks call `stored` if a part comes only from a replica, or if the state in memory is older than every agent
+    here, because nodes that are gone may have stored a newer state. `since` is the generation in which this rank's
+    agent joined. If the workers hung, `hung_after` is the last step of the worker that ran here, or -1 if none ran.
     """
     held = _read_local_slots(slots, replica_slots)
     own, replicas, same, first, hung = _gather_offers(held, since, hung_after, group)
@@ -249,8 +253,9 @@ def _gather_offers(
 ) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int, int | None]:
     """Gather what the ranks hold.
 
-    Returns the headers in each rank's own slots and of the replicas that it finds; the ranks with the same shards as a
-    slot; the earliest generation in which an agent of this world joined; and the step of the first hang.
+    Returns the headers of each rank's own slots, and of the replicas that each rank finds; for each slot, the ranks
+    that held the same shards; the earliest generation in which an agent of this world joined; and the step of the first
+    hang.
     """
     mine: list[Any] = [
         *([_header_row(found.header) for found in kind] for kind in (held.own, held.replicas)),
@@ -272,7 +277,7 @@ def _gather_offers(
 
 
 def _shard_holders(found: CompleteSlot, group: ranks.Group) -> list[int]:
-    """Return the ranks that held the same shards as a slot; [] in a group other than the default, which renumbers."""
+    """Return the ranks that held the same shards as a slot; [] in any but the default group, which renumbers ranks."""
     meta = found.read_metadata() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
 
@@ -351,7 +356,7 @@ def _receive_slot(slots: SlotPair, src: int, group: ranks.Group) -> None:
 
 
 def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
-    """Return data that was read from a slot, to which no other process should write."""
+    """Return data that was read from a slot that no other process should write to."""
     if read is None:
         raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
     return read

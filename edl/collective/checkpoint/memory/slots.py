@@ -5,17 +5,17 @@ slot that does not hold the newest complete state, in this order::
 
     odd sequence number -> tensors -> metadata -> header and checksums -> even sequence number
 
-So a worker that is killed at any instant leaves one slot complete. A slot file with a second hard link is being read,
-or will be, and is not overwritten. Instead, the next write goes to the spare file, if there is one. A reader never
+So a worker that is killed at any instant leaves one slot complete. A slot file with a second hard link is being read or
+will be read, so it is not overwritten. Instead, the next write goes to the spare file, if there is one. A reader never
 makes the worker wait: it copies a slot, then checks that the sequence number is still the same.
 
 A killed process's stores to memory all take effect, in order, so the sequence number shows whether the tensors are
-complete. Their bytes need no checksum here, which would cost far more than the copy; they get one when they leave
-memory.
+complete. The tensors' bytes need no checksum here, because computing it would take far longer than the copy. A checksum
+is added when the bytes leave memory.
 
-Without an agent, a process creates its own private slots. They are removed when it exits or, if it is killed, when the
-next process creates its own. That process recognizes them by a lock file that is no longer locked; process ids mean
-nothing across containers that share `/dev/shm`. Nothing here uses torch.
+Without an agent, a process creates its own private slots. They are removed when the process exits or, if the process is
+killed, when the next process creates its slots. The next process recognizes abandoned slots by a lock file that is no
+longer locked, not by process ids, which mean nothing across containers that share `/dev/shm`. Nothing here uses torch.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CompleteSlot:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def read_metadata(self) -> bytes | None:
-        """Return the metadata, or None if the slot was overwritten since."""
+        """Return the metadata, or None if the slot has been overwritten since it was found."""
         try:
             with self.path.open("rb", buffering=0) as file:
                 meta = os.pread(file.fileno(), self.meta_nbytes, meta_offset(self.data_nbytes))
@@ -109,7 +109,7 @@ class CompleteSlot:
         return meta if zlib.crc32(meta) == self.meta_crc and len(meta) == self.meta_nbytes else None
 
     def copy_contents(self) -> SlotCopy | None:
-        """Copy the contents as they were when the slot was found; None if it was overwritten since."""
+        """Copy the contents as they were when the slot was found; None if the slot has been overwritten since."""
         meta = self.read_metadata()
         if meta is None:
             return None
@@ -123,10 +123,10 @@ class CompleteSlot:
         return SlotCopy(self.header, meta, data) if got == self.data_nbytes and read_slot(self.path) == self else None
 
     def pin_file(self, name: Path) -> PinnedSlot | None:
-        """Give the slot's file a second name, and map it. From then on, `begin_write` does not write to it again.
+        """Give the slot's file a second name, and map the file. From then on, `begin_write` does not write to it.
 
         A write that began a moment earlier is detected only by `PinnedSlot.is_unchanged`, after the contents were read.
-        Returns the contents without a copy; None if the slot was overwritten since it was found.
+        Returns the contents without copying them, or None if the slot has been overwritten since it was found.
         """
         name.unlink(missing_ok=True)  # left behind by a killed process; it may even be this file
         try:
@@ -144,7 +144,7 @@ class CompleteSlot:
 
 @dataclass(frozen=True)
 class SlotCopy:
-    """A slot's contents in memory to which no other process writes."""
+    """A slot's contents, in memory that no other process writes to."""
 
     header: SlotHeader
     meta: bytes
@@ -153,12 +153,12 @@ class SlotCopy:
 
 @dataclass(frozen=True)
 class PinnedSlot(SlotCopy):
-    """A slot's contents in place, in a file that is not reused for another state as long as it has this second name."""
+    """A slot's contents in place, in a file that is not reused for another state while it has this second name."""
 
     slot: CompleteSlot  # the slot, under its second name
 
     def is_unchanged(self) -> bool:
-        """Return whether everything read so far is the slot's state, because no write began before it was pinned."""
+        """Return whether everything read so far is the slot's state: no write began before the slot was pinned."""
         return read_slot(self.slot.path) == self.slot
 
 
@@ -167,17 +167,17 @@ def slot_paths(prefix: Path) -> tuple[Path, Path]:
 
 
 def kept_prefix(prefix: Path) -> Path:
-    """Return the prefix of the second names of slots kept for replicas, given the prefix of the usual slots."""
+    """Return the prefix of kept slots' second names (for replicas), given the prefix of the usual slots."""
     return prefix.with_name(prefix.name + "-kept")
 
 
 def marked_path(prefix: Path) -> Path:
-    """Return the second name of the slot that the worker wants on storage."""
+    """Return the second name of the slot that the worker wants stored."""
     return prefix.with_name(prefix.name + ".marked")
 
 
 def marking_path(prefix: Path) -> Path:
-    """Return the temporary name of a mark, before it replaces the previous mark."""
+    """Return the temporary name that a mark has before it replaces the previous mark."""
     return prefix.with_name(prefix.name + ".marked.new")
 
 
@@ -187,7 +187,7 @@ def storing_path(prefix: Path) -> Path:
 
 
 def spare_path(prefix: Path) -> Path:
-    """Return the name of a file that no state needs any longer, for the next slot that must not be overwritten."""
+    """Return the name of the file that no state needs now. It replaces the next slot that must not be overwritten."""
     return prefix.with_name(prefix.name + ".spare")
 
 
@@ -198,7 +198,7 @@ def slot_files(prefix: Path) -> tuple[Path, ...]:
 
 
 def find_marked_slots(prefix: Path) -> list[CompleteSlot]:
-    """Return the slot that a worker wants on storage, if there is one; it does not change until it is stored."""
+    """Return the slot that a worker wants stored, if there is one; the slot does not change until it is stored."""
     found = read_slot(marked_path(prefix))
     return [found] if found is not None else []
 
@@ -206,7 +206,8 @@ def find_marked_slots(prefix: Path) -> list[CompleteSlot]:
 def unmark_slot(prefix: Path, stored: StateVersion) -> None:
     """Remove a worker's mark for storage if the marked state is `stored` or older.
 
-    The worker may mark a newer one at any moment, so the mark is renamed before it is read, and put back if newer.
+    The worker may mark a newer state at any moment. So the mark is renamed before it is read, and put back if the
+    marked state is newer.
     """
     marked, taken = marked_path(prefix), storing_path(prefix)
     taken.unlink(missing_ok=True)  # renaming to another name of the same file would do nothing
@@ -276,7 +277,7 @@ _SPARE_NBYTES: Final = 64 << 10  # room for metadata, whose length varies a litt
 
 
 def preallocate_slots(prefix: Path, nbytes: int) -> None:
-    """Allocate the memory of both slots of a worker that has not started yet, if there is enough."""
+    """Allocate memory for both slots of a worker that has not started yet, if there is enough memory."""
     for path in slot_paths(prefix):
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -289,8 +290,8 @@ def preallocate_slots(prefix: Path, nbytes: int) -> None:
 class SlotPair:
     """A worker's two slots, for writing. Only one thread may use it at a time.
 
-    If `private`, the files are removed when this object is closed or the process exits; until then it holds a lock on
-    `prefix`.lock, as do processes forked in the meantime.
+    If `private`, the files are removed when this object is closed or the process exits. Until then, the process holds a
+    lock on `prefix`.lock, as do processes that it has forked in the meantime.
     """
 
     def __init__(self, prefix: Path, *, private: bool = False) -> None:
@@ -314,9 +315,9 @@ class SlotPair:
     def begin_write(self, data_nbytes: int, meta_nbytes: int) -> tuple[int, mmap.mmap]:
         """Begin to overwrite the slot that does not hold the newest complete state. Returns its number and mapping.
 
-        The first time, and whenever more room is needed, both slots get their memory, so that no later save has to
-        allocate pages. Tensors begin at `HEADER_NBYTES` in the mapping, which is the same as the last time as long as
-        the sizes fit.
+        The first time, and whenever more room is needed, memory is allocated for both slots, so that no later save has
+        to allocate pages. Tensors begin at `HEADER_NBYTES` in the mapping. The mapping is the same as last time as long
+        as the sizes fit.
 
         Raises:
             SettingsError: There is not enough shared memory. The newest complete state is unchanged.
@@ -337,7 +338,7 @@ class SlotPair:
         return number, memory
 
     def commit_write(self, header: SlotHeader, data_nbytes: int, meta: bytes) -> None:
-        """Add the metadata after the tensors were written, and make the slot the newest complete one."""
+        """Add the metadata after the tensors have been written, and make this slot the newest complete slot."""
         if self._writing is None:
             raise ClosedError("commit_write() without begin_write()")
         memory, path = self._maps[self._writing], self._paths[self._writing]
@@ -364,7 +365,7 @@ class SlotPair:
             path.unlink(missing_ok=True)
 
     def keep_only_slot(self, kept: CompleteSlot) -> None:
-        """Invalidate a newer state in the other slot: the world resumed from `kept`, so the next save must spare it."""
+        """Invalidate a newer state in the other slot: the world resumed from `kept`, which the next save must spare."""
         other = self._paths[1 - self._paths.index(kept.path)]
         found = read_slot(other)
         if found is not None and found.sequence > kept.sequence:
@@ -379,7 +380,7 @@ class SlotPair:
             self._remove()
 
     def _mark_slot(self, path: Path) -> None:
-        """Link a slot to the name that the persister looks for, in place of an earlier mark that is not stored yet."""
+        """Link a slot to the name that the persister looks for. Replaces an earlier mark that is not stored yet."""
         new = marking_path(self.prefix)
         new.unlink(missing_ok=True)
         os.link(path, new)
@@ -399,7 +400,7 @@ class SlotPair:
             self._drop_stale_maps()
 
     def _drop_stale_maps(self) -> None:
-        """Drop mappings of files that no longer have a name here, because they would hold the memory."""
+        """Drop mappings of files that no longer have a name here: such mappings would keep the memory allocated."""
         left = set()
         for path in (*slot_files(self.prefix), *slot_paths(kept_prefix(self.prefix))):
             with contextlib.suppress(FileNotFoundError):
@@ -454,7 +455,7 @@ def new_private_prefix() -> Path:
 
 
 def lock_private_slots(owner: object, prefix: Path) -> Callable[[], object]:
-    """Lock `prefix`.lock. Calling the result, collecting `owner` or exiting removes the slots and unlocks it."""
+    """Lock `prefix`.lock. Calling the result, collecting `owner` or exiting removes the slots and the lock."""
     return weakref.finalize(owner, _remove_slots, slot_files(prefix), *_open_lock(prefix), os.getpid())
 
 
@@ -477,7 +478,7 @@ def _remove_slots(paths: tuple[Path, ...], lock: Path, file: int, owner: int) ->
 
 
 def _remove_orphans() -> None:
-    """Remove this user's slots of killed processes, the lock file last: slots without a lock file may be in use."""
+    """Remove this user's slots left by killed processes, lock file last: slots without a lock file may be in use."""
     for lock in _SHM_FOLDER.glob(f"{_PRIVATE}*{_LOCK}"):
         with contextlib.suppress(OSError):  # the lock is another user's, is held, or was just removed
             file = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

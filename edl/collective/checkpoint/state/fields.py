@@ -1,7 +1,7 @@
 """Saving and restoring the fields of a `State`: modules, optimizers, objects with a state, plain values.
 
-Modules are saved without their wrappers (`DistributedDataParallel`, `torch.compile`), and an optimizer's state by the
-names of parameters instead of their numbers, so that a state saved with one wrapping can be loaded with another.
+Modules are saved without their wrappers (`DistributedDataParallel`, `torch.compile`). An optimizer's state is saved by
+the names of parameters instead of their numbers. So a state saved with one wrapping can be loaded with another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edl.errors import SettingsError
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """Return a module and what it wraps, from the outside in; the module that the user wrote is the last."""
+    """Return a module and the modules that it wraps, from the outside in. The last is the one the user wrote."""
     found = [module]
     while True:
         outer = found[-1]
@@ -53,7 +53,7 @@ def field_kind(value: Any) -> FieldKind:
 
 
 def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
-    """Return the names of all parameters of the modules among `fields`; names that occur twice get the field's name."""
+    """Return all names of the parameters of modules in `fields`. A name that occurs twice includes the field's name."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for field, value in fields:
@@ -68,7 +68,7 @@ def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
 
 
 def _shard_again(module: nn.Module) -> None:
-    """Make FSDP2 hold its shards, which the optimizer knows, after a forward pass that no backward pass followed."""
+    """Make FSDP2 hold the shards that the optimizer knows, after a forward pass that no backward pass followed."""
     if "torch.distributed.fsdp" not in sys.modules:  # importing it takes a while
         return
     from torch.distributed.fsdp import FSDPModule
@@ -91,8 +91,9 @@ def field_form(value: Any, names: Names) -> Any:
 def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a field that may be overwritten in place, by their keys in the state.
 
-    These are a module's parameters and buffers, if its `state_dict` returns their memory; an optimizer's state; a field
-    that is itself a tensor; and parameters within plain values, to which an optimizer may refer.
+    These are: a module's parameters and buffers, if its `state_dict` returns tensors that share their memory; an
+    optimizer's state; a field that is itself a tensor; and parameters within plain values, because an optimizer may
+    refer to them.
     """
     if isinstance(value, nn.Module):
         module = unwrapped(value)
@@ -116,7 +117,7 @@ def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tens
 
 
 def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:
-    """Return the parameters whose sharding an optimizer's state shares, by the state's keys without their last part."""
+    """Return the parameters whose sharding the optimizer's state shares, by that state's keys minus their last part."""
     if not isinstance(value, torch.optim.Optimizer):
         return {}
     return {f"{field}.state.{name}": parameter for name, parameter in _parameters(value, names)}
@@ -187,7 +188,7 @@ def _same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _parameters(optimizer: torch.optim.Optimizer, names: Names) -> list[tuple[Any, torch.Tensor]]:
-    """Return the optimizer's parameters by name, in the order of their numbers; those without a name, by number."""
+    """Return the optimizer's parameters by name, in numerical order; parameters without a name, by number."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [(names.get(id(parameter), number), parameter) for number, parameter in enumerate(parameters)]
 

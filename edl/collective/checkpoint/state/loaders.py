@@ -1,18 +1,19 @@
-"""What makes a resumed epoch the same: random numbers, and the positions of torchdata's `StatefulDataLoader`.
+"""What a resumed epoch needs to stay the same: random numbers, and positions of torchdata's `StatefulDataLoader`.
 
 A loader's own `state_dict` does not cover some cases (0.11):
 
-- Iterating over a loader draws a seed. A resumed epoch draws another one, so random numbers are restored after that.
+- Iterating over a loader draws a seed. A resumed epoch draws another seed, so random numbers are restored after that
+  draw.
 - A loader that was never iterated over starts its worker processes when it is asked for its state.
 - Some samplers and datasets cannot be resumed exactly, and torchdata reports no error. They are refused here.
-- A stream, or a sampler with a state, keeps a restored place until something is read. Torchdata doesn't read from a
-  stream that has ended, so the next epoch begins at that place, with nothing left. Asked for its state before it has
-  read anything, such an object also reports a wrong one.
+- A stream, or a sampler with a state, keeps a restored position until something is read. Torchdata doesn't read from a
+  stream that has ended, so the next epoch begins at that position, with nothing left to read. Such an object also
+  reports a wrong state if it is asked for its state before it has read anything.
 
-  So torchdata iterates over a `_Source`, whose state is the restored one until something is read after a restart. A
-  source that has ended is not read again. Instead, its place is loaded and one sample is read: at the end there is
-  none, and the place is gone; an object that starts over at its end has one, and the place, which is the next epoch's
-  beginning, is loaded once more.
+  So torchdata iterates over a `_Source`, which reports the restored state until something is read after a restart. A
+  source that has ended is not read again. Instead, its position is loaded into the object, and reading one sample is
+  tried. If the object is at its end, there is no sample, and the attempt clears the position. If the object starts over
+  at its end, there is a sample, and the position, which is the next epoch's beginning, is loaded once more.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from edl.errors import SettingsError
 
 
 def capture_random_states() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's generators, and that of the current CUDA device if in use."""
+    """Return the states of Python's, numpy's and torch's generators, and of the current CUDA device's if in use."""
     version, words, gauss = random.getstate()
     states = {
         "python": (version, np.array(words, np.uint32), gauss),
@@ -68,13 +69,13 @@ def is_stateful_loader(value: Any) -> bool:
 
 
 def prepare_loader(loader: Any) -> None:
-    """Make a `StatefulDataLoader` iterate over a `_Source` from its next iterator on."""
+    """Make a `StatefulDataLoader` iterate over a `_Source`, starting with its next iterator."""
     if not isinstance(vars(loader).get("_get_iterator"), _IteratorMaker):
         loader._get_iterator = _IteratorMaker(loader, {})
 
 
 def loader_position(loader: Any) -> dict[str, Any]:
-    """Return the position of a `StatefulDataLoader` as plain values and tensors; {} if it was not iterated over."""
+    """Return a `StatefulDataLoader`'s position as plain values and tensors; {} if it was not iterated over."""
     _check_samplers(loader)
     prepare_loader(loader)
     maker: _IteratorMaker = loader._get_iterator
@@ -98,7 +99,7 @@ def loader_position(loader: Any) -> dict[str, Any]:
 def resume_loader(loader: Any, place: dict[str, Any]) -> None:
     """Have the next iteration of a `StatefulDataLoader` resume at a position.
 
-    Unless the epoch is finished, the iterator is made only on request, so that `set_epoch` is called before.
+    Unless the epoch is finished, the iterator is made only on request, so that `set_epoch` can be called first.
     """
     maker = _IteratorMaker(loader, place)
     if place and maker.source is not None and place.get("form") != _FORM:
@@ -120,7 +121,8 @@ _FORM: Final = 2  # of a position; in the first one, torchdata iterated over str
 class _IteratorMaker:
     """Stands in for a loader's method, to give torchdata a `_Source` and to make the iterator of an interrupted epoch.
 
-    `source` is the loader's stream, or its sampler if that has a state. `place` is where to resume, if not {}.
+    `source` is the loader's stream, or its sampler if the sampler has a state. `place` is the position at which to
+    resume; {} if there is none.
     """
 
     def __init__(self, loader: Any, place: dict[str, Any]) -> None:
@@ -175,7 +177,7 @@ class _IteratorMaker:
 
 
 class _WorkerInit:
-    """The first function that a worker process runs: shows the script its own dataset, and calls its function."""
+    """The first function that a worker process runs: shows the script its own dataset and calls its own function."""
 
     def __init__(self, function: Callable[[int], object] | None) -> None:
         self._function = function
@@ -193,8 +195,8 @@ _END: Final = object()
 class _Source:
     """A stream or sampler as torchdata sees it, for all epochs of a process.
 
-    `seen` says whether it has yielded a sample, in any process. `first` is what the first read after the restart led
-    to, a reader's state or `_END`, to compare the next epoch with.
+    `seen` says whether the source has yielded a sample in any process. `first` is the result of the first read after
+    the restart: a reader's state or `_END`. The next epoch is compared with it.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -209,7 +211,7 @@ class _Source:
         return _Reader(self)
 
     def load_end(self, state: Any) -> None:
-        """Load a state that an epoch ended with, so that the next epoch begins at its beginning."""
+        """Load a state with which an epoch ended, so that the next epoch starts from the beginning of the data."""
         drawn = capture_random_states()
         _load_copy(self.inner, state)
         if next(iter(self.inner), _END) is _END:
@@ -220,7 +222,7 @@ class _Source:
 
 
 class _Reader:
-    """Reads a `_Source` for one epoch. It begins with the first sample that is requested."""
+    """Reads a `_Source` for one epoch. Reading begins when the first sample is requested."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
@@ -248,7 +250,7 @@ class _Reader:
         return sample
 
     def _finish_first_read(self, resumed: bool) -> None:
-        """Check that the source does not begin every epoch at the place where one was resumed."""
+        """Check that the source does not begin every epoch at the place where an epoch was resumed."""
         source, loaded = self._source, self._loaded
         self._read, self._loaded = True, None
         if not resumed and source.first is None:
@@ -267,7 +269,7 @@ class _Reader:
             source.first = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, as a copy, since torchdata sends it to another process later."""
+        """Return a copy of what `load_state_dict` takes. It must be a copy: torchdata sends it to a process later."""
         if self._loaded is not None:
             return self._loaded
         source, iterator = self._source, self._iterator
@@ -318,7 +320,7 @@ def _equal(state: Any, other: Any) -> bool:
 
 
 def _is_hugging_face(dataset: Any) -> bool:
-    """Return whether the dataset is one of `datasets`, which keeps a place for all epochs of the same number."""
+    """Return whether the dataset is from `datasets`, which keeps one place for all epochs of the same number."""
     kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
     return kind is not None and isinstance(dataset, kind)
 
@@ -359,7 +361,7 @@ def _draws_order(loader: Any) -> bool:
 
 
 def _dataset_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the dataset's part of the loader's state, once or for every worker process."""
+    """Return the dataset's part of the loader's state: one part, or one for every worker process."""
     if "_snapshot" not in state:
         return [state]
     return [worker for worker in state["_snapshot"]["_worker_snapshots"].values() if worker]

@@ -1,4 +1,4 @@
-"""The state of a training job: everything that must be restored so that training continues as if never interrupted."""
+"""A training job's state: everything that must be restored so that training continues as if never interrupted."""
 
 from __future__ import annotations
 
@@ -89,17 +89,18 @@ class State:
     Fields should be the same on all ranks, with three exceptions:
 
     - A `DTensor` (FSDP2's `fully_shard`) is saved as the part that the rank holds.
-    - `local` fields belong to one rank alone. They and the states of the random number generators are restored if the
-      world has the same size and the rank's host is still part of it.
-    - `per_rank` fields belong to one rank alone too, but are never lost: for example, the position in a stream of
-      which every rank reads a different part. They are restored exactly or not at all, from another host's replica if
-      need be, and a world of another size is refused. A `StatefulDataLoader` of torchdata is always such a field,
-      unless it is named in `local`. Give it to the state before you iterate over it.
+    - `local` fields belong to one rank alone. These fields and the states of the random number generators are restored
+      if the world has the same size and the rank's host is still part of the world.
+    - `per_rank` fields belong to one rank alone too, but are never lost. An example is the position in a stream of
+      which every rank reads a different part. These fields are restored exactly or not at all, if necessary from a
+      replica on another host. A world of another size cannot restore them and is refused. A `StatefulDataLoader` from
+      torchdata is always such a field, unless it is named in `local`. Add the loader to the state before you iterate
+      over it.
 
     Args:
-        rng: Whether to also save the states of Python's, numpy's and torch's random number generators, of every rank.
+        rng: Whether to also save, for every rank, the states of Python's, numpy's and torch's random number generators.
         local: Names of fields that differ between ranks.
-        per_rank: Names of fields that differ between ranks, and without which no rank may continue.
+        per_rank: Names of fields that differ between ranks, and that no rank may continue without.
         **fields: The fields to save and restore, by name.
 
     Raises:
@@ -169,7 +170,7 @@ class State:
 
     @contextmanager
     def keep_random_numbers(self) -> Iterator[None]:
-        """Return a context that restores, at its end, the random number generators that this state saves."""
+        """Return a context at whose end the random number generators that this state saves are restored."""
         drawn = capture_random_states() if self._rng else None
         try:
             yield
@@ -219,7 +220,7 @@ class State:
         )
 
     def begin_restore(self) -> None:
-        """Remember this state's meshes. A restarted script has no others, so a later save with others is refused."""
+        """Remember this state's meshes. A restarted script has no other meshes, so a later save with any is refused."""
         vars(self)["_meshes"] = self._live_tensors(self._fields).meshes
 
     def _check_restorable(self, entries: Iterable[TensorEntry], layouts: Sequence[ShardLayout]) -> None:
@@ -254,7 +255,7 @@ class State:
             local: Whether to also restore what belongs to this rank alone.
 
         Returns:
-            The restore. Fill its tensors, then call its `finish`.
+            The restore. Fill the tensors of the restore, then call its `finish`.
 
         Raises:
             SettingsError: `local` is False, but the state has `per_rank` fields.
@@ -263,7 +264,7 @@ class State:
 
 
 class StateRestore:
-    """A restore in progress. Between the first `fill_tensor` and `finish`, the state is neither the old nor the new."""
+    """A restore in progress. From the first `fill_tensor` to `finish`, old and new parts are mixed."""
 
     def __init__(self, state: State, meta: StateMetadata, local: bool) -> None:
         lacking = sorted(meta.per_rank & set(state)) if not local else ()

@@ -1,11 +1,11 @@
-"""Moving tensors between a live state and a snapshot: collected for a save, and put back by a restore.
+"""Moving tensors between a live state and a snapshot: a save collects them, and a restore puts them back.
 
 A sharded tensor (`DTensor`) is saved as this rank's part, with its position in the whole, its layout over the ranks,
 and the ranks that hold the same part. In a restore, every part fills the region that it shares with the target tensor.
 
-Modules and optimizers have their sharded tensors when a state is restored, so these are filled in place. Others don't
-exist yet in a restarted process, such as averaged weights that a script clones in its first step. These are created
-again as they were saved, over a mesh that the live state uses.
+Modules and optimizers already have their sharded tensors when a state is restored, so these tensors are filled in
+place. Other sharded tensors, such as averaged weights that a script clones in its first step, don't exist yet in a
+restarted process. They are created again as they were saved, over a mesh that the live state uses.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def is_trained(tensor: torch.Tensor) -> bool:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether elements share memory, as `expand` makes them, so that torch copies nothing to the tensor."""
+    """Return whether elements share memory, as after `expand`, so that torch does not copy into the tensor."""
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
 
 
 def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
-    """Return the part of a tensor that this rank holds, and the indices in the whole at which it begins."""
+    """Return the part of a tensor that this rank holds, and the indices in the whole tensor where the part begins."""
     if not is_sharded(tensor):
         return tensor.detach(), (0,) * tensor.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -71,7 +71,7 @@ def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
 
 
 def shard_layout(tensor: Any) -> ShardLayout:
-    """Return how a `DTensor` is laid out over the ranks, as plain values from which a similar one can be made."""
+    """Return a `DTensor`'s layout over the ranks, as plain values from which a similar tensor can be made."""
     mesh = tensor.device_mesh
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
@@ -79,7 +79,7 @@ def shard_layout(tensor: Any) -> ShardLayout:
 
 
 def _encode_placement(placement: Any) -> tuple[int, ...]:
-    """Return () for a replica, else the sharded dimension, and for FSDP over tensor parallelism its split factor."""
+    """Return () for a replica, else the sharded dimension, plus the split factor with FSDP over tensor parallelism."""
     if placement.is_replicate():
         return ()
     if placement.is_shard():
@@ -127,7 +127,7 @@ class LiveMeshes:
                     self._meshes[mesh] = shard_layout(tensor)
 
     def find_mesh(self, layout: ShardLayout) -> Any:
-        """Return the mesh of the same names with the same ranks, or else the same shape, or else as many dimensions."""
+        """Return the mesh with the same names and the same ranks, or else shape, or else number of dimensions."""
         alike = [
             (own.ranks == layout.ranks, own.mesh_shape == layout.mesh_shape, mesh)
             for mesh, own in self._meshes.items()
@@ -271,7 +271,7 @@ class RestoreTarget:
 
 @dataclass(frozen=True)
 class LiveTensors:
-    """Live tensors of a state into which another is restored, by key."""
+    """Live tensors, by key, of a state into which another state is restored."""
 
     in_place: Mapping[str, torch.Tensor]  # tensors that are filled in place
     alike: Mapping[str, torch.Tensor]  # tensors that are replaced by new ones like them
@@ -328,6 +328,6 @@ def unrestorable_error(entry: TensorEntry, layout: ShardLayout) -> SettingsError
 
 
 def _device(entry: TensorEntry) -> torch.device:
-    """Return this process's device of the type that a tensor was on, or else the CPU."""
+    """Return this process's device of the type on which a tensor was saved, or else the CPU."""
     here = None if entry.device == "cpu" else torch.accelerator.current_accelerator(check_available=True)
     return here if here is not None and here.type == entry.device else torch.device("cpu")

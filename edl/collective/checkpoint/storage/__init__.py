@@ -1,1 +1,1 @@
-"""Checkpoints on storage, in the format of `torch.distributed.checkpoint`: writer, reader, manifest, folder."""
+"""Checkpoints in storage, in the format of `torch.distributed.checkpoint`: writer, reader, manifest, folder."""

@@ -1,7 +1,8 @@
 """Tensors in the files of `torch.distributed.checkpoint` (DCP), written without a process group, read without pickle.
 
 A tensor is an item of a file in the format of `torch.save`: a zip archive with the raw bytes in its record `data/0`.
-DCP's `.metadata`, a pickle, says where the items are: written for scripts that use `dcp.load`, but never read here.
+DCP's `.metadata`, a pickle, says where the items are. It is written for scripts that use `dcp.load`, but never read
+    here.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a record in a zip archive, up to t
 
 
 def write_rank_file(copy: SlotCopy, stream: ChecksumWriter) -> dict[str, Any]:
-    """Write a rank's part, for rank 0 with what all share. Returns `tensors`, `values`, `paths` of the manifest."""
+    """Write a rank's part (rank 0's has what all share). Returns the manifest's `tensors`, `values`, `paths`."""
     meta = parse_meta(copy.meta)
     first = copy.header.rank == 0
     flat, paths = _flatten_fields(meta, copy) if first else ({}, {})
@@ -67,7 +68,7 @@ def _slot_tensor(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
 
 
 def _flatten_fields(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return the shared fields, flattened as DCP does it, and their paths."""
+    """Return the shared fields, flattened as by DCP, and their paths."""
     tree = {
         name: decode(form, lambda number: _slot_tensor(copy, meta.entries[number])) for name, form in meta.tree.items()
     }
@@ -120,7 +121,7 @@ def _describe_tensor(
 
 
 def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.Tensor:
-    """Return the tensor in an item of a file, sharing the item's memory if its alignment allows."""
+    """Return the tensor in an item of a file. It shares the item's memory if the alignment allows."""
     try:
         with zipfile.ZipFile(io.BytesIO(item)) as archive:
             records = {info: _find_record(item, info) for info in archive.infolist()}

@@ -1,4 +1,4 @@
-"""A folder of checkpoints on any storage that `fsspec` reaches (a local folder, an object store), and its manifests.
+"""A folder of checkpoints in any storage that `fsspec` supports (a local folder, an object store), and its manifests.
 
 ::
 
@@ -8,12 +8,14 @@
         .metadata         the same for torch.distributed.checkpoint
         manifest.json     sizes and checksums of all of these; its presence makes the checkpoint complete
 
-The name contains the step, the generation of the world that saved it, and the run, since each run counts generations
-from its own beginning. A run's number is made from the time at which it began and random bits. Under `edl run`, the
-job's agents agree on it in their Store; otherwise, the ranks agree on it along with the next save. The environment
-cannot supply it: torchrun changes nothing in it after a change of the world.
+The name contains the step, the generation of the world that saved the checkpoint, and the run. The run is needed
+because each run counts generations from its own beginning. A run's number is made from random bits and the time at
+which the run began. Under `edl run`, the job's agents agree on the number in their Store; otherwise, the ranks agree on
+it when they agree on the next save. The environment cannot supply the number: torchrun changes nothing in the
+environment after a change of the world.
 
-What differs between storages is here: on a local file system, files are synced to disk, and replaced in one step.
+Differences between kinds of storage are handled here: on a local file system, files are synced to disk, and replaced in
+    one step.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ _RANDOM_BITS = 31  # with 32 bits of seconds that makes 63, which fit the int64 
 
 
 def new_run_id() -> int:
-    """Return a unique 63-bit run number, larger than those of runs that began at least a second earlier."""
+    """Return a unique 63-bit run number, larger than the number of any run that began at least a second earlier."""
     return int(time.time()) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS) or 1
 
 
 def run_name(run: int) -> str:
-    """Return a run number as used in names: 16 hexadecimal digits, which sort like the numbers."""
+    """Return a run number as used in names: 16 hexadecimal digits, which sort in the same order as the numbers."""
     return f"{run:016x}"
 
 
@@ -66,13 +68,13 @@ class CheckpointName:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
-        """Return the checkpoint name that a folder's name represents, or None if it is something else."""
+        """Return the checkpoint name that a folder's name represents, or None if the folder is something else."""
         match = _NAME.fullmatch(text)
         return None if match is None else cls(int(match[1]), match[3], int(match[2]))
 
 
 def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
-    """Sort checkpoints from new to old. Those before which a later generation of their run resumed come last."""
+    """Sort checkpoints, newest first. Checkpoints that a later generation of their run abandoned come last."""
     ordered = sorted(names, reverse=True)
 
     def is_abandoned(name: CheckpointName) -> bool:
@@ -209,7 +211,7 @@ class ChecksumWriter(io.RawIOBase):
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Raise OSError for the errors of the libraries on which fsspec's file systems are built."""
+    """Raise OSError for errors from the libraries on which fsspec's file systems are built."""
     try:
         yield
     except (OSError, EDLError):
@@ -219,14 +221,14 @@ def _translated() -> Iterator[None]:
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
-    """Return the URL or path such that it names the same folder after the script has changed its working directory."""
+    """Return a URL or path that stays valid for the same folder after the script has changed its working directory."""
     url = os.fspath(url)
     # fsspec takes file:/folder and local:/folder too, without `://`, and expands ~ itself.
     return url if not url or "://" in url or url.startswith(("~", "file:", "local:")) else str(Path(url).absolute())
 
 
 class CheckpointFolder:
-    """Checkpoints under one URL. All errors are `OSError`; `written_nbytes` shows that the storage makes progress."""
+    """Checkpoints under one URL. All errors are `OSError`. `written_nbytes` shows whether writing makes progress."""
 
     def __init__(self, url: str) -> None:
         import fsspec.core  # type: ignore[import-untyped]
@@ -251,7 +253,7 @@ class CheckpointFolder:
             self._fs.rm(path)
 
     def list_checkpoints(self) -> list[CheckpointName]:
-        """Return all checkpoints, complete or not, newest first; those that their run has abandoned come last."""
+        """Return all checkpoints, complete or not, newest first. Checkpoints that their run has abandoned come last."""
         found = [CheckpointName.parse(name) for name in self._listed(self._root)]
         return newest_first(name for name in found if name is not None)
 
@@ -324,7 +326,7 @@ class CheckpointFolder:
         return MANIFEST in self.list_files(name)
 
     def publish_checkpoint(self, name: CheckpointName, manifest: Manifest) -> None:
-        """Complete a checkpoint by writing its manifest, which is on disk after all other files."""
+        """Complete a checkpoint by writing its manifest, which reaches the disk after all other files."""
         self._sync(name)
         self.replace_file(name, MANIFEST, manifest.pack())
         self._sync(name)
@@ -351,7 +353,7 @@ class CheckpointFolder:
         return f"{self._root.rstrip('/')}/{name}"
 
     def _sync(self, name: CheckpointName) -> None:
-        """Sync the names of a checkpoint's files, and its own, to a local disk."""
+        """Sync the names of a checkpoint's files, and of the checkpoint's folder, to a local disk."""
         folder = Path(self._path(name))
         for path in (folder, folder.parent) if self._local else ():
             opened = os.open(path, os.O_RDONLY)

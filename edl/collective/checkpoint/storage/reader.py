@@ -1,7 +1,7 @@
 """Restoring from storage: loads the newest undamaged checkpoint, into a world of any size.
 
-Every byte that is needed is read once, several megabytes at a time. What all ranks need is read by one of them, and
-broadcast. The data stays in memory until all ranks have verified the checksums of what they read, so a damaged
+Every byte that is needed is read once, several megabytes at a time. One of the ranks reads what all ranks need, and
+broadcasts it. The data stays in memory until all ranks have verified the checksums of what they read, so a damaged
 checkpoint leaves the state unchanged. This takes no more memory than the slots that the first save needs.
 """
 
@@ -52,7 +52,7 @@ class _Item:
 
 @dataclass
 class _Span:
-    """Items that are close to one another in a file, and are read together."""
+    """Items that are close to one another in a file and are therefore read together."""
 
     file: str
     begin: int
@@ -73,7 +73,7 @@ class _Span:
 
 
 def restore_from_storage(state: State, url: str, group: ranks.Group = None) -> RestoredState | None:
-    """Restore the newest checkpoint under `url` whose needed parts are undamaged; None if there is none. Collective.
+    """Restore the newest checkpoint under `url` with all needed parts undamaged; None if none exists. Collective.
 
     Raises:
         TemporaryError: The storage cannot be read.
@@ -90,7 +90,7 @@ def restore_from_storage(state: State, url: str, group: ranks.Group = None) -> R
 
 
 def newest_stored(url: str, group: ranks.Group = None, *, run: str = "") -> tuple[int, int]:
-    """Return generation and step of the newest checkpoint of `run`, or any, maybe damaged; or (-1, -1). Collective."""
+    """Return generation and step of the newest, maybe damaged checkpoint (of `run`), or (-1, -1). Collective."""
     try:
         names = (name for name in _share_names(CheckpointFolder(url), group) if name.run == run or not run)
         return next(((name.generation, name.step) for name in names), (-1, -1))
@@ -121,7 +121,7 @@ def _share_rank_manifests(folder: CheckpointFolder, name: CheckpointName, group:
 
 
 def _read_rank_manifests(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
-    """Return the manifests of a checkpoint's ranks, or a description of the damage or of the failed read."""
+    """Return the manifests of a checkpoint's ranks, or a description of the damage or of the reading error."""
     try:
         manifest = folder.read_manifest(name)
         if manifest is None:
@@ -142,7 +142,7 @@ def _read_rank_manifests(folder: CheckpointFolder, name: CheckpointName) -> dict
 
 
 def _is_consistent(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
-    """Return whether a manifest is that of `rank` in this checkpoint, and its items lie within its file."""
+    """Return whether a manifest is the one of `rank` in this checkpoint, with items that lie within its file."""
     ends = [begin + length for begin, length in piece.tensors.values()]
     return (piece.rank, piece.world, manifest.files.get(piece.file)) == (rank, manifest.world, piece.summed) and all(
         end <= piece.summed.size for end in ends
@@ -156,7 +156,7 @@ def _warn_damaged(folder: CheckpointFolder, name: CheckpointName, wrong: str) ->
 def _load_checkpoint(
     state: State, folder: CheckpointFolder, name: CheckpointName, pieces: Sequence[RankManifest], group: ranks.Group
 ) -> bool:
-    """Read what this rank needs. If it is undamaged on all ranks, load it into the state and return True."""
+    """Read what this rank needs. If all ranks' data is undamaged, load the data into the state and return True."""
     rank, world = ranks.rank_of(group), ranks.world_of(group)
     same = len(pieces) == world
     metas = [read_meta(piece.meta) for piece in pieces]
@@ -199,7 +199,7 @@ def _load_checkpoint(
 
 
 def _stored_items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]) -> Iterator[_Item]:
-    """Yield every stored tensor or part that is not empty; of those that several ranks stored, only the first."""
+    """Yield every non-empty stored tensor or part. If several ranks stored the same one, yield only the first."""
     seen = set()
     for piece, meta in zip(pieces, metas, strict=True):
         for entry in meta.entries:
@@ -227,7 +227,7 @@ def _group_items(items: Iterable[_Item]) -> list[_Span]:
 
 
 def _assign_readers(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
-    """Return each span with the rank that reads it: the one with the least to read so far."""
+    """Return each span with the rank that reads it, which is the rank with the least to read so far."""
     loads = [0] * world
     shared = []
     for span in spans:

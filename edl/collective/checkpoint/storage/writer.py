@@ -1,8 +1,8 @@
 """Storing checkpoints: from the slots of a node's workers to a folder that outlives the node.
 
-A node's agent runs a `CheckpointPersister`, or the worker does if there is no agent. Every node writes the files of its
-own ranks, and a node that finds the manifests of all ranks completes the checkpoint. A world that was given up must not
-complete one, so `fence` is called last before that.
+A node's agent runs a `CheckpointPersister`; if there is no agent, the worker runs it. Every node writes the files of
+its own ranks, and a node that finds the manifests of all ranks completes the checkpoint. A world that was given up must
+not complete a checkpoint, so `fence` is called immediately before completion.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class _OverwrittenError(TemporaryError):
 class CheckpointWriter:
     """Writes a node's part of checkpoints to a URL. Only one thread may use it at a time.
 
-    `run` returns the name of the slots' run; as long as that is "", nothing is stored. `keep` is the number of complete
-    checkpoints to keep. `fence` returns whether this node's world is still current.
+    `run` returns the name of the run that the slots belong to; as long as that name is "", nothing is stored. `keep` is
+    the number of complete checkpoints to keep. `fence` returns whether this node's world is still current.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class CheckpointWriter:
             raise SettingsError(f"checkpoints cannot be stored at {self._folder.url}: {exc}") from exc
 
     def write_newest(self, slots: Sequence[Path], *, marked: bool = False) -> tuple[int, bool] | None:
-        """Store the newest state, `marked` or any, that all of `slots` hold and that was not stored yet.
+        """Store the newest state that all of `slots` hold and that is not stored yet. With `marked`, it must be marked.
 
-        Returns the step, and whether the checkpoint is complete or lacks other nodes' parts. None if nothing was
-        stored: there was nothing, the run has no name, the fence refused, or a newer state has been marked.
+        Returns the step, and whether the checkpoint is complete (True) or lacks other nodes' parts. Returns None if
+        nothing was stored: there was nothing to store, the run has no name, the fence refused the state, or a newer
+        state has been marked.
 
         Raises:
             TemporaryError: The storage failed, there was too little memory, or the state was overwritten too soon.
@@ -128,7 +129,7 @@ class CheckpointWriter:
                 unmark_slot(prefix, state)
 
     def _store_slots(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> None:
-        """Write the parts that are not stored yet. All slots are pinned first, as their workers train on."""
+        """Write the parts that are not stored yet. All slots are pinned first, as their workers continue training."""
         try:
             if self._folder.is_published(name):
                 return  # by this agent's predecessor, or by other nodes that already have its part
@@ -147,9 +148,9 @@ class CheckpointWriter:
                 storing_path(prefix).unlink(missing_ok=True)
 
     def _write_together(self, name: CheckpointName, copies: Sequence[PinnedSlot]) -> None:
-        """Write several ranks' parts at a time. Raises the first error after those in progress have ended.
+        """Write several ranks' parts at a time. Raises the first error once the writes in progress have ended.
 
-        The threads are daemons: an executor's would keep the process from exiting while a storage hangs.
+        The threads are daemons: an executor's threads would keep the process from exiting while the storage hangs.
         """
         for begin in range(0, len(copies), _WRITERS):
             some = copies[begin : begin + _WRITERS]
@@ -159,7 +160,7 @@ class CheckpointWriter:
                 call.result()
 
     def _has_rank(self, name: CheckpointName, found: CompleteSlot, there: Collection[str]) -> bool:
-        """Return whether a rank's part is among the files `there`: its manifest, which is written last, and it."""
+        """Return whether a rank's part is among the files `there`: its data, and its manifest (written last)."""
         file = RankManifest.file_name(found.header.rank)
         try:
             piece = RankManifest.parse(self._folder.read_file(name, file)) if file in there else None
@@ -179,7 +180,7 @@ class CheckpointWriter:
         self._folder.replace_file(name, RankManifest.file_name(rank), piece.pack())
 
     def _complete(self, name: CheckpointName, world: int) -> bool | None:
-        """Complete the checkpoint if every rank's manifest is there; None if the fence refuses, as it does in doubt."""
+        """Complete the checkpoint if every rank's manifest exists. None if the fence refuses, as it does if unsure."""
         there = self._folder.list_files(name)
         if MANIFEST in there:
             return True
@@ -216,7 +217,7 @@ class CheckpointWriter:
         return Manifest(name.step, name.generation, world, files, name.run)
 
     def _remove_old(self, newest: CheckpointName) -> None:
-        """Remove complete checkpoints beyond `keep`, and incomplete ones that a newer checkpoint has overtaken."""
+        """Remove complete checkpoints beyond `keep`, and incomplete checkpoints older than a complete one."""
         complete = []
         names = self._folder.list_checkpoints()
         older = names[names.index(newest) :] if newest in names else []  # newer checkpoints are left alone
@@ -240,7 +241,7 @@ def _overwritten(name: CheckpointName) -> _OverwrittenError:
 
 
 def _has_passed_by(prefix: Path, state: StateVersion) -> bool:
-    """Return whether a worker has a newer state than this one and has not marked this one."""
+    """Return whether a worker has a state newer than `state` and has not marked `state`."""
     newer = any(found.header.version > state for found in find_slots(prefix))  # read first: marks follow states
     return newer and all(mark.header.version != state for mark in find_marked_slots(prefix))
 
@@ -255,11 +256,12 @@ _CHECK_POLL_S: Final = 0.05  # between two calls of `raise_if_stopping`: a signa
 
 
 class CheckpointPersister:
-    """Stores the states that workers mark for storage and, on request, the newest state even if it is not marked.
+    """Stores the states that workers mark for storage and, on request, the newest state even if it is unmarked.
 
-    Nothing is stored before `start`, or if `url` is empty. A failure is reported once and then retried. `report` is
-    also called when storing falls behind the `interval_s` between two marked states, or catches up. Without `run`,
-    `set_run` sets the name. Every `poll_s`, the thread looks for marked states without `wake`.
+    Nothing is stored before `start`, or if `url` is empty. If storing fails, the failure is reported once and storing
+    is retried. `report` is also called when storing takes longer than `interval_s`, the time between two marked states,
+    and when it catches up. Without `run`, `set_run` sets the run's name. Every `poll_s` seconds, the thread looks for
+    marked states even without a call of `wake`.
     """
 
     def __init__(
@@ -298,7 +300,7 @@ class CheckpointPersister:
             self._writer = CheckpointWriter(url, run=run or (lambda: self._run_name), keep=keep, fence=fence)
 
     def start(self) -> None:
-        """Start storing. By now the slots must be empty, or their contents must be of this job's run."""
+        """Start storing. By now, the slots must be empty or contain states from this job's run."""
         if self._writer is not None and self._loop is None:
             self._loop = BackgroundLoop("edl-storing", self._poll_and_store)
 
@@ -317,7 +319,7 @@ class CheckpointPersister:
         self.wake()
 
     def check_storage(self, timeout_s: float, raise_if_stopping: Callable[[], object]) -> None:
-        """Check that the storage accepts a file. If it does not answer within `timeout_s` seconds, only report that."""
+        """Check that the storage accepts a file. If there is no answer within `timeout_s` seconds, only report that."""
         if self._writer is None:
             return
         check = start_call("edl-check-storage", self._writer.check_storage)
@@ -333,11 +335,11 @@ class CheckpointPersister:
             return
 
     def close(self, timeout_s: float, *, patient: bool = False, retry_s: float = 0.0) -> bool:
-        """Finish requested and marked states. If that takes longer than `timeout_s` seconds, report it and give up.
+        """Store all requested and marked states. If this takes longer than `timeout_s` seconds, report it and give up.
 
-        Use `patient` at the end of a job, whose last state is its result. It retries any failure, and gives up only
-        after the storage has made no progress for `timeout_s` seconds. Otherwise failures are retried for `retry_s`
-        seconds. Returns whether everything is stored.
+        Use `patient` at the end of a job, whose last state is its result. With `patient`, any failure is retried, and
+        the call gives up only after the storage has made no progress for `timeout_s` seconds. Otherwise, failures are
+        retried for `retry_s` seconds. Returns whether everything is stored.
         """
         if self._loop is None or self._writer is None:
             return True
@@ -360,7 +362,7 @@ class CheckpointPersister:
         return self._error is None
 
     def close_or_raise(self, timeout_s: float) -> None:
-        """Finish marked states, retrying failures for half a minute, for a worker without an agent.
+        """Store all marked states, retrying failures for half a minute. For a worker without an agent.
 
         Raises:
             TemporaryError: The last state is not stored. Earlier checkpoints are unchanged.

@@ -125,7 +125,7 @@ _TAKEOVER_S: Final = 45
 """Workers continue without an `edl:` store for 0.8 of this, enough for its pod to restart elsewhere (30 s). If all
 workers die without notice, new ones wait this long."""
 _MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
-"""A master holds the state of shards, not data; with the workers' resources it would take a GPU."""
+"""A master holds the state of shards, not data. If it had the workers' resources, it would take a GPU."""
 
 
 def build_worker_pod(job: ElasticJob, index: int, record: MemberRecord) -> Object:

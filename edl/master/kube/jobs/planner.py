@@ -1,7 +1,7 @@
 """`plan_job`: decides what to do about an ElasticJob, from an observation of one moment. Pure.
 
-The minimum is created at once, and a worker that ended is replaced at once if its place is still its own. Above that,
-the job grows into idle room. It shrinks from the newest worker.
+The minimum is created at once, and a worker that ended is replaced at once if no other pod has taken its place. Above
+the minimum, the job grows into idle room. When it shrinks, the newest workers are removed first.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
 def _size_workers(draft: JobDraft) -> None:
     """Decide which workers to keep, remove and add.
 
-    Above its minimum, a job grows by as many workers as fit or the arbiter has assigned. If neither is known, it adds
-    one worker, which is removed if no node takes it.
+    Above its minimum, a job grows by as many workers as fit or the arbiter has assigned. If neither number is known,
+    the job adds one worker, which is removed if no node takes it.
     """
     job, observation, now_s = draft.job, draft.observation, draft.observation.now_s
     workers = {key: pod for key, pod in draft.review.current.items() if pod.role == WORKER}
@@ -153,7 +153,7 @@ def _find_indices(draft: JobDraft) -> None:
 def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: float) -> Iterator[int]:
     """Yield indices of workers in the order to fill them: first those whose pods have just ended.
 
-    Such a worker keeps its place; other free indices count as growth. A gang's first indices are its minimum, so they
+    Such a worker keeps its place; other free indices count as growth. A gang's minimum is its first indices, so these
     are filled in order.
     """
     back: list[int] = []
@@ -249,7 +249,7 @@ def _plan_running(draft: JobDraft) -> Plan:
 
 
 def _make_master(draft: JobDraft) -> list[Object]:
-    """Return the master's pod if it should be created now: it is replaced as soon as it dies."""
+    """Return the master's pod if it should be created now: a master is replaced as soon as it dies."""
     key, now_s = f"{MASTER}-0", draft.observation.now_s
     record = draft.records.setdefault(key, MemberRecord())
     if key in draft.review.current or record.ended:
@@ -261,7 +261,7 @@ def _make_master(draft: JobDraft) -> list[Object]:
 
 
 def _plan_ending(draft: JobDraft, completion: Completion) -> Plan:
-    """Wait for running workers, release the others, and end: successfully if all last states are stored."""
+    """Wait for running workers, release the others, and end the job, successfully if all last states are stored."""
     winner = completion.key
     end_s = completion.seen_s + max(_ENDING_S, float(draft.job.grace_period_s))
     late = draft.observation.now_s >= end_s
@@ -308,7 +308,7 @@ def _plan_suspended(draft: JobDraft) -> Plan:
 
 
 def _build_last_plan(draft: JobDraft) -> Plan:
-    """Return the plan of a job that creates no pods; live pods that it does not wait for are deleted."""
+    """Return the plan for a job that creates no more pods; live pods that the job does not wait for are deleted."""
     job, pods, running, status = draft.job, draft.observation.pods, bool(draft.workers), write_job_status(draft)
     going = {pod.name for pod in list_superseded(draft.records, pods)}
     if not running:
@@ -324,7 +324,7 @@ def _build_last_plan(draft: JobDraft) -> Plan:
 
 
 def _keep_ended(pods: tuple[MemberPod, ...], records: Mapping[str, MemberRecord]) -> set[str]:
-    """Return the names of ended pods kept for their logs: those of members that ended for good."""
+    """Return the names of ended pods that are kept for their logs: the pods of members that ended for good."""
     return {
         pod.name
         for pod in pods

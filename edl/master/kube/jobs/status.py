@@ -1,4 +1,4 @@
-"""Whether a job has ended, and its status, in which nothing changes with time alone."""
+"""Decides whether a job has ended, and writes its status, in which no field changes merely because time passes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _DEADLINE: Final = "DeadlineExceeded"
 
 @dataclass(frozen=True)
 class JobFailure:
-    """Why a job has failed; `message` is the summary, what to do, and the traceback."""
+    """Why a job has failed; `message` contains the summary, what to do, and the traceback."""
 
     reason: str
     summary: str
@@ -83,8 +83,9 @@ class Completion:
 
     Attributes:
         key: the worker that was the first to end.
-        seen_s: when the operator first saw a worker's end (nodes' clocks may be minutes off). Unix time.
-        failure: why the job has failed nevertheless: a worker's last state is not stored; None if all are.
+        seen_s: when the operator first saw that a worker ended, Unix time. (The nodes' clocks may be minutes off.)
+        failure: why the job has failed nevertheless, because a worker's last state is not stored; None if all last
+            states are stored.
     """
 
     key: str
@@ -95,9 +96,9 @@ class Completion:
 def note_last_steps(
     before: Mapping[str, MemberRecord], records: Mapping[str, MemberRecord], pods: Iterable[MemberPod], now_s: float
 ) -> dict[str, MemberRecord]:
-    """Return records with the ends of workers that did the last step after they were asked to end.
+    """Return records that include the ends of workers that did the last step after they were asked to end.
 
-    Such an end is not recorded otherwise, since a new attempt has the worker's place. A last state that was not stored
+    Otherwise, such an end is not recorded, since a new attempt has the worker's place. A last state that was not stored
     stays recorded even if the new attempt, which finds the job done, succeeds.
     """
     after = dict(records)
@@ -120,7 +121,7 @@ def note_last_steps(
 
 
 def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, str]) -> Completion | None:
-    """Return the end of the job's work; None while it continues. `messages` has ends' whole messages by member key."""
+    """Return the end of the job's work; None while it continues. `messages` maps members' keys to full messages."""
     ends = sorted(
         (end.time_s, key, end)
         for key, record in records.items()
@@ -138,7 +139,8 @@ def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, 
 def find_final_phase(job: ElasticJob) -> str:
     """Return `Succeeded` or `Failed` for a job that has ended; empty if it continues.
 
-    A condition says so, and the recorded ends of members confirm it: a status written by hand ends no job.
+    The job has ended if a condition says so and the recorded ends of members confirm it: a status written by hand does
+    not end a job.
     """
     records = read_member_records(job.status)
     completion = find_completion(records, {})
@@ -153,7 +155,7 @@ def find_final_phase(job: ElasticJob) -> str:
 
 
 def has_given_up_shards(end: MemberEnd, key: str) -> bool:
-    """Whether a master ended because shards were given up, which does not fail the job."""
+    """Whether a master ended because shards were given up, which does not count as a failure of the job."""
     return key.startswith(f"{MASTER}-") and end.exit_code == _EXIT_POISONED
 
 
@@ -207,13 +209,13 @@ class JobDraft:
     """A job's plan being built: the planner fills it, and its status is written from it.
 
     Attributes:
-        workers: live pods of the newest attempts that stay.
+        workers: live pods that stay; each is its member's newest attempt.
         create: indices of workers whose pods are created now.
         waiting: keys of workers to create later -> when, Unix time.
         shrunk: keys of workers to remove because fewer are wanted.
         homeless: keys of workers above the minimum to remove because no node takes them.
         succeeded: the worker that ended the job, once all others have ended.
-        times: when the decision changes with time alone, Unix time.
+        times: when the decision will change merely because time passes, Unix time.
         reasons: name of a pod -> why it is removed.
     """
 
@@ -247,7 +249,7 @@ class JobDraft:
         self.events.append(EventNote("Warning" if warning else "Normal", reason, message, pod))
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Release a pod: a new attempt takes its place, so any operator deletes it."""
+        """Release a pod: a new attempt takes its place, so this operator or a later one deletes the pod."""
         if not self.records[pod.key].is_superseded(pod):
             self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.reasons[pod.name] = reason
@@ -258,17 +260,18 @@ class JobDraft:
         )
 
     def get_requeue_s(self) -> float | None:
-        """Return in how many seconds the decision changes with time alone; None if it does not."""
+        """Return in how many seconds the decision changes merely because time passes; None if it does not."""
         now_s = self.observation.now_s
         times = [time_s for time_s in self.times if time_s > now_s]
         return max(SOON_S, min(times) - now_s) if times else None
 
 
 def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | None:
-    """Return since when a job has waited for GPUs of its minimum, Unix time; None if it does not, or if unrecorded.
+    """Return since when a job has waited for GPUs for its minimum (Unix time); None if it does not, or if unrecorded.
 
-    It waits if all pods of its minimum exist, and the scheduler lacks GPUs for one: waiting for a quota or a volume
-    must not hold other jobs back. Time before a suspension does not count.
+    A job counts as waiting if all the pods of its minimum exist and the scheduler lacks GPUs for at least one of them.
+    Waiting for a quota or a volume does not count, since it must not hold other jobs back. Time before a suspension
+    does not count either.
     """
     workers = [pod for pod in pods if pod.role == WORKER and pod.live]
     if len(workers) < job.min_replicas or sum(pod.scheduled for pod in workers) >= job.min_replicas:
@@ -283,12 +286,12 @@ def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | 
 
 
 def get_started_s(job: ElasticJob) -> float | None:
-    """Return the start of a job's present run, Unix time; None before it, and while suspended."""
+    """Return the start of a job's present run, Unix time; None before the run starts and while it is suspended."""
     return read_time(job.status.get("startTime"))
 
 
 def write_finished_status(job: ElasticJob, phase: str, workers: int) -> Object:
-    """Return the status of a job that ended earlier, with counts of pods that still run."""
+    """Return the status of a job that ended earlier, including how many of its pods still run."""
     counts = {"replicas": workers, "readyReplicas": 0, "wantedReplicas": 0}
     return {**job.status, "observedGeneration": job.generation, "phase": phase, **counts}
 
@@ -337,7 +340,7 @@ def write_job_status(draft: JobDraft) -> Object:
 
 
 _VANISHING: Final = ("startTime", "completionTime", "ignoredEdits")
-"""Fields that are removed if empty: a suspended job has no start, as in `batch/v1`."""
+"""Fields that are removed if empty: for example, a suspended job has no `startTime`, as in `batch/v1`."""
 
 
 def _find_phase(draft: JobDraft) -> str:

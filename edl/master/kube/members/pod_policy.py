@@ -19,7 +19,7 @@ from edl.quoting import shown
 PodSecurity = Literal["baseline", "privileged"]
 
 _OWN_ACCOUNTS: Final = frozenset({"edl-operator", "edl-dashboard"})
-"""Names of the chart's service accounts: a job with one of them would have the operator's permissions."""
+"""Names of the chart's service accounts: a job with one of these accounts would have EDL's own permissions."""
 _CAPABILITIES: Final = frozenset(
     {
         *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE", "SETFCAP"),
@@ -40,7 +40,7 @@ _APPARMOR: Final = "container.apparmor.security.beta.kubernetes.io/"
 
 @dataclass(frozen=True)
 class PodPolicy:
-    """A level of Pod Security, and allowed service accounts, `NAME` or `NAMESPACE/NAME`; SettingsError if invalid."""
+    """A Pod Security level, and allowed service accounts (`NAME`, `NAMESPACE/NAME`); SettingsError if invalid."""
 
     level: PodSecurity = "baseline"
     service_accounts: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class PodPolicy:
 
 
 def _uses_token(spec: Mapping[str, Any]) -> bool:
-    """Whether a template that names no account still gets the token of the namespace's default account."""
+    """Whether a template that specifies no account still gets the token of the namespace's default account."""
     sources = [
         source for volume in get_list(spec, "volumes") for source in get_list(volume.get("projected"), "sources")
     ]

@@ -84,7 +84,7 @@ def build_member_pod(
 
 
 def has_memory_quantity(owner: MemberOwner) -> bool:
-    """Whether an owner's template requests or limits memory, so that a relaunch can raise it."""
+    """Whether an owner's template requests or limits memory, so that a relaunch can raise the amount."""
     resources = get_mapping(find_main_container(get_mapping(owner.template, "spec")), "resources")
     return any("memory" in get_mapping(resources, kind) for kind in ("requests", "limits"))
 
@@ -109,7 +109,7 @@ def _set_main_container(main: dict[str, Any], args: Sequence[str], store: str) -
 
 
 def _read_list(parent: Mapping[str, Any], key: str) -> list[Any] | None:
-    """Return a list of a template; None if it is not a list, which the API server will refuse."""
+    """Return a list in a template; None if the value is not a list, which the API server will refuse."""
     value = parent.get(key)
     return list(value) if isinstance(value, list) else [] if value is None else None
 
@@ -135,7 +135,7 @@ def _add_volumes(spec: dict[str, Any], main: dict[str, Any]) -> None:
 
 
 def _add_security_defaults(spec: dict[str, Any], main: dict[str, Any]) -> None:
-    """Add security settings that no program notices, if the template has none.
+    """Add security settings that do not affect any program, if the template does not set them.
 
     `runAsNonRoot` and dropped capabilities would break images built for root.
     """

@@ -100,7 +100,7 @@ def get_list(parent: object, key: str) -> list[Mapping[str, Any]]:
 
 
 def get_text(parent: object, key: str) -> str:
-    """Return a text in a JSON mapping; empty if it is missing."""
+    """Return a string in a JSON mapping; empty if it is missing."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return value if isinstance(value, str) else ""
 
@@ -115,7 +115,8 @@ def find_main_container(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 def is_node_silent(pod: Mapping[str, Any]) -> bool:
     """Whether the node controller has marked a pod as not ready because its node no longer answers.
 
-    It writes `Ready` and leaves `ContainersReady`; the kubelet writes such a pair only if readiness gates are set.
+    The node controller changes `Ready` and leaves `ContainersReady` as it is; the kubelet writes such a combination
+    only if readiness gates are set.
     """
     if get_text(get_mapping(pod, "status"), "reason") == "NodeLost":
         return True
@@ -128,7 +129,7 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
 
 
 def _find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str]) -> tuple[str, str]:
-    """Return why a pod cannot start its main container (reason, message); empty if it can or was asked to end."""
+    """Return why a pod cannot start its main container (reason, message); empty if it can, or was asked to end."""
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
         return "", ""
     status = get_mapping(pod, "status")
@@ -156,7 +157,7 @@ def _read_int(value: object) -> int | None:
 
 _MAX_NUMBER = 10**9  # of an index or attempt: no operator reaches it, and every JSON parser represents it exactly
 _FIRST_TIME_S = 86_400.0
-"""Earlier times are the zero of Unix or Go, which containerd writes for a container that never started."""
+"""Earlier times stand for zero in Unix or Go, which containerd writes for a container that never started."""
 
 
 @dataclass(frozen=True)
@@ -166,18 +167,20 @@ class MemberPod:
     Attributes:
         try_number: number of the attempt among the member's pods, from 0.
         container: name of its main container.
-        phase: `status.phase`; `Pending` before one is written.
-        ready_s: since when it is ready.
+        phase: `status.phase`; `Pending` before a phase is written.
+        ready_s: since when it has been ready.
         no_node: why the pod has no node: the scheduler's message, or that of a gate, such as Kueue's.
-        unschedulable: the same, but only the scheduler's.
+        unschedulable: the scheduler's message about why the pod has no node; empty if `no_node` has a different source.
         delete_by_s: when its grace period is over.
         started_s: when its main container started.
         finished: its main container has ended, or the pod was given up before it started.
         emptied: the pod was asked to end and all containers have ended: its resources are free, even if the API server
             still lists the pod.
-        waiting: why its main container does not start, such as `ImagePullBackOff`; may be an init container's reason.
-        container_end: how its main container ended last, also if it was restarted since; empty if it has not ended.
-        termination: the evidence about its end; for a running pod, as if it ended now.
+        waiting: why its main container does not start, such as `ImagePullBackOff`; the reason may be that of an init
+            container.
+        container_end: how its main container last ended, even if the container was restarted since then; empty if it
+            never ended.
+        termination: the evidence about why the pod ended; for a running pod, the evidence if it ended now.
     """
 
     name: str
@@ -211,27 +214,27 @@ class MemberPod:
 
     @property
     def live(self) -> bool:
-        """Whether it takes part, or will: it has neither ended nor been asked to end."""
+        """Whether the pod takes part, or will take part: it has neither ended nor been asked to end."""
         return not self.deleting and not self.finished
 
     @property
     def occupying(self) -> bool:
-        """Whether it holds its requests and was not asked to end: a sidecar may outlive its main container."""
+        """Whether the pod holds its resources and was not asked to end: a sidecar may outlive its main container."""
         return not self.deleting and self.phase not in ("Succeeded", "Failed")
 
     @property
     def starting(self) -> bool:
-        """Whether it has a node and its containers are starting, or wait for a volume, which changes no pod."""
+        """Whether the pod has a node and its containers are starting, or wait for a volume, which changes no pod."""
         return self.live and self.scheduled and self.phase == "Pending" and self.waiting in STARTING
 
     @property
     def failing(self) -> bool:
-        """Whether its main container cannot start, or waits to be restarted: `waiting` says why."""
+        """Whether the pod's main container cannot start, or waits to be restarted: `waiting` says why."""
         return self.waiting not in STARTING
 
     @property
     def placed_s(self) -> float:
-        """Since when its containers could start, Unix time: it may have waited for its node for hours."""
+        """Since when its containers could start, Unix time: the pod may have waited for a node for hours before."""
         return self.created_s if self.scheduled_s is None else self.scheduled_s
 
     @property
@@ -247,7 +250,7 @@ class MemberPod:
 def read_member_pods(
     pods: Iterable[Mapping[str, Any]], owner_uid: str, events: Mapping[str, Mapping[str, str]] | None = None
 ) -> tuple[tuple[MemberPod, ...], tuple[str, ...]]:
-    """Return an owner's member pods by role, index and try; and why other pods with its label are not members."""
+    """Return an owner's member pods, by role, index and try, and why other pods with the owner's label do not count."""
     found: list[MemberPod] = []
     reasons: list[str] = []
     for pod in pods:
@@ -261,7 +264,7 @@ def read_member_pods(
 
 
 def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = None) -> MemberPod:
-    """Parse a member pod; ProtocolError, which says what is missing, if it is not a member."""
+    """Parse a member pod; if it is not a member, raise a ProtocolError that says what is missing."""
     events = events or {}
     metadata, spec, status = (get_mapping(pod, key) for key in ("metadata", "spec", "status"))
     labels = {key: value for key, value in get_mapping(metadata, "labels").items() if isinstance(value, str)}
@@ -339,7 +342,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
 
 
 def _describe_end(terminated: Mapping[str, Any]) -> str:
-    """Return how a container ended: its exit code, and the last line that it left; empty if it has not ended."""
+    """Return how a container ended: its exit code, and the last line that it wrote; empty if it has not ended."""
     code = _read_int(terminated.get("exitCode"))
     if code is None:
         return ""
@@ -350,10 +353,10 @@ def _describe_end(terminated: Mapping[str, Any]) -> str:
 
 
 def _is_emptied(pod: Mapping[str, Any]) -> bool:
-    """Return whether a pod that was asked to end has no running container left, as its kubelet says.
+    """Return whether a pod that was asked to end has no running container left, according to its kubelet.
 
-    A kubelet up to 1.21 deletes a pod up to 10 s after its containers ended, and may report `ContainerCreating` for
-    removed ones. A container that ended before the pod was asked to end may have been restarted.
+    Kubelets up to version 1.21 delete a pod up to 10 s after its containers ended, and may report `ContainerCreating`
+    for removed containers. A container that ended before the pod was asked to end may have been restarted.
     """
     metadata, spec, status = (get_mapping(pod, key) for key in ("metadata", "spec", "status"))
     delete_by_s = _read_time(metadata.get("deletionTimestamp"))
@@ -372,7 +375,7 @@ def _is_emptied(pod: Mapping[str, Any]) -> bool:
 
 
 def _read_time(value: object) -> float | None:
-    """Return the Unix time in a field; None for the zero that a runtime writes for an unknown one."""
+    """Return the Unix time in a field; None for the zero that a runtime writes for an unknown time."""
     time_s = read_time(value)
     return time_s if time_s is not None and time_s >= _FIRST_TIME_S else None
 

@@ -1,9 +1,9 @@
 """Records of members in their owner's `status.members`, and the next step after a member's end.
 
-A record is written before the pod in question is deleted or created, so the next operator, after any crash, knows
-whether a pod's end was counted, and which attempt follows. Within a pod, `edl run` restarts its workers; once the pod
-has ended, a new one follows by the relaunch table of `edl.master.scaling`. If a member ran for long, or its owner made
-progress, failures are counted from zero.
+A record is written before its pod is deleted or created. So after a crash, the next operator knows whether a pod's end
+was counted, and which attempt follows. Within a pod, `edl run` restarts its workers; once the pod has ended, the
+relaunch table of `edl.master.scaling` decides whether a new pod follows. If a member ran for a long time, or its owner
+made progress, failures are counted from zero again.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class MemberEnd:
     """How a member's pod ended. Times are Unix times.
 
     Attributes:
-        time_s: when it ended by its node's clock, or was found gone.
-        seen_s: when the operator saw that; delays are counted from then on.
+        time_s: when the pod ended according to its node's clock, or was found to be gone.
+        seen_s: when the operator saw that the pod had ended; delays are counted from this time.
         progress: the owner's progress at that time, in percent; None if unknown.
-        displaced: its place is taken or lost: a successor needs a different one.
+        displaced: the member's place is taken or lost, so a successor needs a different place.
     """
 
     try_number: int
@@ -79,10 +79,10 @@ class MemberRecord:
 
     Attributes:
         try_number: the number of its newest pod, or of the next one.
-        uid: the pod of that attempt, once it was seen: seen and then gone counts as an end.
-        failures: cause -> how many times in a row without progress in between.
+        uid: uid of the pod of that attempt, once the pod has been seen. If it is gone later, it counts as ended.
+        failures: cause -> how many times in a row the member ended with it, without progress in between.
         not_before_s: when the pod of this attempt may be created; None for at once.
-        paced_until_s: until when the pods created so far use up the member's pace.
+        paced_until_s: until when the member gets no more pods at its normal pace, because of the pods created so far.
     """
 
     try_number: int = 0
@@ -96,16 +96,16 @@ class MemberRecord:
 
     @property
     def ended(self) -> bool:
-        """Whether the newest pod has ended for good, so that no other follows."""
+        """Whether the newest pod has ended for good, so that no other pod follows."""
         return self.last_end is not None and self.last_end.try_number >= self.try_number
 
     def is_superseded(self, pod: MemberPod) -> bool:
-        """Whether a pod's end is counted, or it was released, and a later attempt has its place."""
+        """Whether a later attempt has a pod's place, because the pod's end was counted or the pod was released."""
         return pod.try_number < self.try_number
 
     @property
     def replaces(self) -> bool:
-        """Whether the pod of this attempt replaces a pod that has just ended, and was not yet seen."""
+        """Whether the pod of this attempt, which was not yet seen, replaces a pod that has just ended."""
         end = self.last_end
         return end is not None and end.try_number == self.try_number - 1 and not self.uid and not end.displaced
 
@@ -113,11 +113,11 @@ class MemberRecord:
         return not self.ended and (self.not_before_s is None or now_s >= self.not_before_s)
 
     def displace(self) -> MemberRecord:
-        """Return the record of a member that has lost its place: a later pod of it counts as growth."""
+        """Return the record of a member that has lost its place: a later pod of this member counts as growth."""
         return replace(self, last_end=replace(self.last_end, displaced=True)) if self.last_end is not None else self
 
     def begin_try(self, now_s: float, delay_s: float = 0.0) -> MemberRecord:
-        """Return the record of the member's next pod, due after `delay_s`, or later if there were too many recently."""
+        """Return the record for the member's next pod, due after `delay_s`, or later after too many recent pods."""
         # A time further ahead than the pace allows is from before the clock was set back.
         used_until_s = max(now_s, min(self.paced_until_s, now_s + _BURST_S + _PACE_S))
         allowed_s = max(now_s + delay_s, used_until_s - _BURST_S)
@@ -130,12 +130,12 @@ class MemberRecord:
         )
 
     def forgive(self, now_s: float) -> MemberRecord:
-        """Return the record of a member whose last end is forgiven: only the pace of its pods is kept."""
+        """Return the record of a member whose last end no longer counts: only the pace of its pods is kept."""
         allowed_s = self.paced_until_s - _PACE_S - _BURST_S
         return replace(self, failures={}, not_before_s=allowed_s if allowed_s > now_s else None)
 
     def adopt(self, pod: MemberPod) -> MemberRecord:
-        """Return the record with a pod as the newest of the member."""
+        """Return the record with the given pod as the member's newest."""
         if pod.try_number < self.try_number or (pod.try_number == self.try_number and pod.uid == self.uid):
             return self
         return replace(self, try_number=pod.try_number, uid=pod.uid, not_before_s=None)
@@ -254,14 +254,14 @@ def _read_count(value: object) -> int | None:
 
 
 LAUNCH_PATIENCE_S: Final = 120.0
-"""A container that cannot start counts as ended after this time, in which the kubelet tries four times."""
+"""A container that cannot start counts as ended after this time. In this time, the kubelet tries four times."""
 STEADY_S: Final = 600.0
 """After a run of this length a member's failures are counted from zero: twice the longest delay between attempts."""
 EXCLUSION_S: Final = 900.0
 """How long a member avoids a node where it failed: pressure on its memory or disk has passed by then."""
 FAULTY_EXCLUSION_S: Final = 86_400.0  # for a node with a broken GPU, a day: people have to repair it
 _MOST_EXCLUDED: Final = 8
-"""Most nodes that a member avoids, the last ones; with more, a small cluster has no node left."""
+"""Most nodes that a member avoids: only the latest ones are kept. With more, a small cluster has no node left."""
 _TAKEN: Final = frozenset({"PreemptionByScheduler", "Preempted", "Preempting"})
 """Reasons by which the scheduler and the kubelet report that another pod took a pod's place."""
 ROOM_PATIENCE_S: Final = 60.0
@@ -280,7 +280,7 @@ class MemberOutcome:
 
 
 def find_end(record: MemberRecord, pod: MemberPod | None, now_s: float) -> TerminationReport | None:
-    """Return the evidence about the end of `pod`, the newest; None while it runs, or if its end is counted."""
+    """Return the evidence about the end of `pod`, the newest pod; None while it runs, or if its end is counted."""
     if record.ended:
         return None
     if pod is None:
@@ -338,7 +338,7 @@ def record_end(
 def relax_exclusions(record: MemberRecord, pod: MemberPod | None, now_s: float) -> MemberRecord:
     """Return a record without nodes that may be used again.
 
-    If no other node takes the member's pod for a minute, only nodes with a broken GPU stay excluded: the returned
+    If no other node takes the member's pod within a minute, only nodes with a broken GPU stay excluded. The returned
     record is then for the next attempt, and the pod of this attempt is removed.
     """
     left = tuple(item for item in record.excluded_nodes if item.until_s > now_s)
@@ -400,7 +400,7 @@ NO_ROOM = "no_room"
 
 @dataclass(frozen=True)
 class MemberReview:
-    """An owner's members by keys such as `worker-0`: records with all ends counted, live pods, and new ends."""
+    """An owner's members, by keys such as `worker-0`: records that count all ends, live pods, and new ends."""
 
     records: Mapping[str, MemberRecord]
     current: Mapping[str, MemberPod]
@@ -440,5 +440,5 @@ def review_members(
 
 
 def list_superseded(records: Mapping[str, MemberRecord], pods: Iterable[MemberPod]) -> tuple[MemberPod, ...]:
-    """Return the pods to delete: their ends are counted, or they were released, and they still exist."""
+    """Return the pods to delete: those whose ends were counted, or that were released, and that still exist."""
     return tuple(pod for pod in pods if not pod.deleting and pod.key in records and records[pod.key].is_superseded(pod))

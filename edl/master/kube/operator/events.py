@@ -1,7 +1,7 @@
-"""Events of the API: `EventRecorder` writes them for `kubectl describe`, `PodEvidence` reads why pods ended.
+"""API events: `EventRecorder` writes events for `kubectl describe`; `PodEvidence` reads events to find why pods ended.
 
-A pod's events distinguish preemption from the loss of a node, if its status does not, and reveal why a pod does not
-start: a volume, a secret or the sandbox.
+A pod's events distinguish preemption from the loss of a node where the pod's status does not. They also show why a pod
+does not start, for example because of a volume, a secret or the sandbox.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class EventRecorder:
 
 _KEPT_S: Final = 5.0  # for a pod's events: two reconciliations may follow each other closely
 _STARTING_S: Final = 30.0
-"""How long a pod may take to start on its node before its events are read, and the interval of reads."""
+"""How long a pod may take to start on its node before its events are read, and the interval between these reads."""
 _MOST_STARTING: Final = 5  # pods examined, the oldest first: a thousand may lack the same image or secret
 _MOST_PODS: Final = 2000  # whose events are cached, a few hundred bytes each
 
@@ -151,8 +151,8 @@ class PodEvidence:
     def collect(self, pods: Iterable[Mapping[str, Any]], namespace: str, now_s: float) -> dict[str, dict[str, str]]:
         """Return reasons and messages of events, by uid of pods that have ended, are ending, or cannot start.
 
-        For a pod that cannot start, only its latest event is returned, if that says so. Without permission to read
-        events, there are none.
+        For a pod that cannot start, only its latest event is returned, and only if this event says that the pod cannot
+        start. Without permission to read events, there are none.
         """
         found = {}
         starting: list[tuple[float, str]] = []
@@ -194,7 +194,7 @@ class PodEvidence:
 
 
 def _get_time(event: Mapping[str, Any]) -> str:
-    """Return when an event was last seen, in the API's format; earlier texts are earlier times."""
+    """Return when an event was last seen, in the API's format; texts that sort earlier are earlier times."""
     metadata = event.get("metadata") or {}
     return str(event.get("lastTimestamp") or event.get("eventTime") or metadata.get("creationTimestamp") or "")
 

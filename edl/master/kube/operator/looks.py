@@ -1,11 +1,12 @@
-"""When to reconcile a resource: `WorkQueue` hands keys to workers, `ResourceWatches` fills it.
+"""When to reconcile a resource: `WorkQueue` hands keys to workers, and `ResourceWatches` fills the queue.
 
 The queue is client-go's rate-limited work queue (k8s.io/client-go/util/workqueue): a key that is added while a worker
-has it is due again afterwards; each failure doubles the wait, and does not delay keys added in the meantime.
+handles it is due again afterwards. Each failure doubles the wait until the key is retried, but does not delay keys
+added in the meantime.
 
-A resource is reconciled when it is new, and when one of its pods or someone other than the operator has changed it. An
-outage of the API server hides deletions, so afterwards all resources of the namespace are reconciled, spread over a
-while.
+A resource is reconciled when it is new, when one of its pods has changed, and when someone other than the operator has
+changed the resource. An outage of the API server hides deletions, so after an outage all resources in the namespace are
+reconciled, spread over some time.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _CLOSE_S: Final = 10.0  # for work in progress, a few requests; the next operato
 class WorkQueue:
     """Calls a function for each key that is due, in a few threads, never concurrently for the same key.
 
-    `work` returns the seconds after which to call it again, None for never; after an error it is called again after a
-    back-off. `on_result` gets the key, the seconds that the call took, and the error or None.
+    `work` returns the seconds after which to call it again, or None for never; if it raises an error, it is called
+    again after a back-off. `on_result` receives the key, the seconds that the call took, and the error or None.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class WorkQueue:
         self._loops = [BackgroundLoop(f"edl-reconcile-{number}", self._step) for number in range(workers)]
 
     def add(self, key: str, delay_s: float = 0.0) -> None:
-        """Queue a key after `delay_s`; the same key added within that time needs no second call."""
+        """Queue a key after `delay_s`; if the key is added again within that time, there is still only one call."""
         with self._changed:
             self._add(key, self._clock() + delay_s)
             self._changed.notify()
@@ -95,7 +96,7 @@ class WorkQueue:
             loop.close(max(0.0, deadline - time.monotonic()))
 
     def take(self) -> str | None:
-        """Return a key that is due, for work until `finish`; None if none is."""
+        """Return a key that is due, for work until `finish` is called; None if no key is due."""
         with self._changed:
             key, due_s = self._find_next()
             if due_s > self._clock():
@@ -105,7 +106,7 @@ class WorkQueue:
             return key
 
     def finish(self, key: str, *, failed: bool = False, requeue_s: float | None = None) -> None:
-        """End the work on a key. If it `failed`, it is due again after its back-off; else in `requeue_s`, if given."""
+        """End the work on a key. It is due again after its back-off if `failed`, else after `requeue_s`, if given."""
         with self._changed:
             now_s = self._clock()
             del self._active[key]
@@ -252,7 +253,7 @@ class ResourceWatches:
         return _BEAT_S
 
     def _look_at_all(self, kind: ResourceType, namespace: str) -> None:
-        """Reconcile all resources that a new list may concern: those in it, and those known before."""
+        """Reconcile all resources that a new list may concern: those in the list, and those known before."""
         listed = self._watches[kind, namespace].objects.values()
         with self._lock:
             keys = {key for key in self._seen if namespace in (key.split("/")[1], ALL_NAMESPACES)}

@@ -1,4 +1,4 @@
-"""The operator's metrics and health, with the reason if it is not live or not ready."""
+"""The operator's metrics and health, with the reason if the operator is not live or not ready."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OperatorHealth:
         self._beat_s = self._clock()
 
     def set_waiting(self, reason: str) -> None:
-        """Record why the watches wait; empty if they do not."""
+        """Record why the watches wait; `reason` is empty if they do not."""
         self._waiting = reason
 
     def note_request(self, code: int) -> bool:
@@ -61,7 +61,7 @@ class OperatorHealth:
         return ""
 
     def check_ready(self) -> str:
-        """Return why the operator is not working now; empty if it is."""
+        """Return why the operator is not working now; empty if it is working."""
         if self._waiting:
             return self._waiting
         since_s = self._failing_since_s
@@ -101,15 +101,15 @@ class OperatorMetrics:
 
 
 _GIVE_BACK_S: Final = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0)
-"""The target is a median of 2 s, and a teacher's grace period (10 s by default) at most."""
+"""The target is a median of 2 s, and a maximum of a teacher's grace period (10 s by default)."""
 _MOST_PODS: Final = 10_000  # waiting pods remembered, about a megabyte; the oldest are forgotten first
 
 
 class GiveBackMeter:
     """Counts pods that waited for a teacher to leave. For a single thread.
 
-    Such a pod is not EDL's; the scheduler found no node for it at first, or nominated one; and while it waited, a
-    pool's teacher left the node that it then got. Pods older than the watch do not count.
+    Such a pod does not belong to EDL. At first, the scheduler found no node for it, or nominated one; while the pod
+    waited, a pool's teacher left the node that the pod then got. Pods older than the watch do not count.
     """
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
@@ -125,7 +125,7 @@ class GiveBackMeter:
         self._left: dict[str, float] = {}  # node -> when a teacher was last seen to leave it
 
     def record(self, event: str, pod: Object | None) -> None:
-        """Take an event of `KubeWatch`."""
+        """Process an event from `KubeWatch`."""
         if pod is None:  # the watch was interrupted, and events are missing
             self._waiting.clear()
             self._refused.clear()

@@ -84,7 +84,7 @@ class Operator:
         settings: Settings of the operator.
 
     Raises:
-        SettingsError: No cluster is configured, or an address cannot be listened on.
+        SettingsError: No cluster is configured, or the operator cannot listen on the given address.
     """
 
     def __init__(self, settings: OperatorSettings) -> None:

@@ -27,7 +27,7 @@ _MOST_TRACES: Final = 10  # stores and services per resource, in case its author
 
 @dataclass(frozen=True)
 class _Trace:
-    """A job or pool, and a store that it has or had. `name` is the job's ID or the pool's service, as used in keys."""
+    """A job or pool, and a store it uses or used. `name` is the job's ID or the pool's service, as used in keys."""
 
     uid: str
     kind: WantedKind
@@ -41,7 +41,7 @@ class _Trace:
 
 @dataclass
 class _Removal:
-    """A cleanup due at `due_s` and given up at `end_s`. `version` is that of the service's key at the last attempt."""
+    """A cleanup due at `due_s`, given up at `end_s`. `version` is that of the service's key at the last attempt."""
 
     trace: _Trace
     due_s: float
@@ -50,10 +50,10 @@ class _Removal:
 
 
 class OwnerKeyCleanup:
-    """Tracks resources, and deletes the keys of deleted ones: best effort, while this operator runs. Thread-safe.
+    """Tracks resources, and deletes the keys of deleted resources, if it can, while this operator runs. Thread-safe.
 
-    Only keys in `edl://` stores are deleted: those have a size limit, which years of jobs would reach. In other stores
-    they are history, for `edl status`. `has_pods` gets a namespace and an owner's uid.
+    Only keys in `edl://` stores are deleted: these stores have a size limit, which years of jobs would reach. In other
+    stores, the keys stay as history, for `edl status`. `has_pods` is called with a namespace and an owner's uid.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class OwnerKeyCleanup:
         self._loop = BackgroundLoop("edl-operator-owner-keys", self.step)
 
     def note(self, owner: ElasticJob | TeacherPool) -> None:
-        """Track a resource. A new one of the same name means that the former one is gone."""
+        """Track a resource. A new resource with the same name means that the former is gone."""
         kind: WantedKind = "workers" if isinstance(owner, ElasticJob) else "teachers"
         name = owner.job_id if isinstance(owner, ElasticJob) else owner.service
         trace = _Trace(owner.uid, kind, name, owner.store, owner.namespace)
@@ -133,7 +133,7 @@ class OwnerKeyCleanup:
 
 
 def _delete_keys(store: Store, removal: _Removal) -> str:
-    """Delete the keys of a resource; return why they are in use, empty if they are not."""
+    """Delete the keys of a resource, or return why they are still in use; empty if they were deleted."""
     trace = removal.trace
     if trace.kind == "workers":
         return delete_job_keys(store, trace.name)
@@ -148,7 +148,7 @@ def _delete_keys(store: Store, removal: _Removal) -> str:
 
 
 def delete_job_keys(store: Store, job_id: str) -> str:
-    """Delete a job's keys, or return who still uses them (agents or a master); DiscoveryError if there is no answer."""
+    """Delete a job's keys, or return who still uses them (agents or a master); DiscoveryError without an answer."""
     entries = store.list(f"jobs/{job_id}/")
     if any(entry.key.startswith(f"jobs/{job_id}/nodes/") for entry in entries):
         return "its agents are running"

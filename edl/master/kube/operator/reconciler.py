@@ -91,7 +91,7 @@ SCALED_BY: Final = "edl.io/scaled-by"
 """Annotation by which an object's owner lets a pool, by name, scale it. Otherwise the author of a pool could scale
 anyone's objects with the operator's permissions."""
 _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "ReplicaSet": "replicasets"}
-"""Plurals of scalable kinds; other kinds get an s, as in most CRDs."""
+"""Plurals of scalable kinds. For other kinds an "s" is added, as in most CRDs."""
 
 
 def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
@@ -152,9 +152,9 @@ KINDS: Final[Mapping[str, ResourceHandling]] = {
 class Reconciler:
     """Brings one resource at a time to its desired state. Thread-safe for different keys.
 
-    It can be killed anywhere: outcomes of pods are recorded before the pods are deleted, by a write that fails if the
-    resource has changed since; names of pods are derived from the status; only pods with the observed uid are deleted;
-    and an existing object of the resource counts as created.
+    It can be killed at any point. Outcomes of pods are recorded before the pods are deleted, by a write that fails if
+    the resource has changed since it was read. Names of pods are derived from the status. Only pods with the observed
+    uid are deleted, and an existing object of the resource counts as created.
 
     `clock` is the API server's, which timestamps pods, in seconds since 1970.
     """
@@ -190,7 +190,8 @@ class Reconciler:
         """Read a resource and its pods, and carry out its plan; EDLError if a call failed: reconcile again.
 
         Returns:
-            Seconds until the next reconciliation in any case, infinite for never; None if the resource is gone.
+            Seconds until the next reconciliation, even if nothing changes; infinite for never; None if the resource is
+            gone.
         """
         plural, namespace, name = key.split("/")
         kind = KINDS[plural]
@@ -322,7 +323,7 @@ class Reconciler:
             self._record_event(kind, resource, note)
 
     def _take_away(self, owner: MemberOwner, plan: Plan) -> AccessDeniedError | None:
-        """Delete the plan's objects; return the error if deleting one other than a pod is forbidden."""
+        """Delete the plan's objects; return the error if it is forbidden to delete an object other than a pod."""
         denied = None
         for pod in plan.delete:
             try:
@@ -343,7 +344,7 @@ class Reconciler:
         return denied
 
     def _make(self, owner: MemberOwner, plan: Plan) -> list[Object]:
-        """Create the plan's objects; return the pods whose names are taken."""
+        """Create the plan's objects; return the pods whose names are already taken."""
         taken = []
         for kind, obj in plan.apply:
             name, text = obj["metadata"]["name"], json.dumps(obj, sort_keys=True)
@@ -361,7 +362,7 @@ class Reconciler:
         return taken
 
     def _is_done(self, owner: MemberOwner, kind: ResourceType, name: str, text: str) -> bool:
-        """Whether an object other than a pod was already written: at rest nothing is written."""
+        """Whether an object other than a pod was already written, so that nothing is written at rest."""
         before, written_s = self._done.get(owner.key, {}).get((owner.uid, kind.plural, name), (None, 0.0))
         return before == text and time.monotonic() - written_s <= _KEPT_S
 
@@ -369,7 +370,7 @@ class Reconciler:
         self._done.setdefault(owner.key, {})[owner.uid, kind.plural, name] = text, time.monotonic()
 
     def _has_pod(self, owner: MemberOwner, name: str) -> bool:
-        """Whether the pod of a name is the owner's, not a namesake's hanging one; ConflictError if it is gone."""
+        """Whether a named pod is the owner's, not that of an earlier namesake; ConflictError if the pod is gone."""
         found = self._api.list(PODS, owner.namespace, field_selector=f"metadata.name={name}").items
         if not found:
             raise ConflictError(f"{owner.key}: pod {name} existed, and is gone")
@@ -400,7 +401,7 @@ class Reconciler:
         return fresh if fresh is not None and fresh["metadata"].get("uid") == owner.uid else None
 
     def _write_status(self, kind: ResourceType, resource: Object, status: Mapping[str, Any]) -> bool | None:
-        """Write a status if it differs; return whether it did, or None if the resource has changed or is gone."""
+        """Write a status if it differs; return whether it differs, or None if the resource has changed or is gone."""
         metadata = resource["metadata"]
         before = resource.get("status")
         status = keep_present(status)
@@ -418,7 +419,7 @@ class Reconciler:
         return None if written is None else True
 
     def _note_refusal(self, owner: MemberOwner, plan: Plan) -> Plan:
-        """Keep the condition about an object that the API server refuses, until it accepts it or the spec changes."""
+        """Keep the condition about an object that the API server refuses until it is accepted or the spec changes."""
         uid, generation, problem = self._refusals.get(owner.key, ("", 0, None))
         if problem is None or (uid, generation) != (owner.uid, owner.generation):
             return plan

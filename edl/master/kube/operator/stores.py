@@ -1,4 +1,4 @@
-"""What stores say about jobs and pools: how many members are wanted, and the work's progress.
+"""What stores say about jobs and pools: how many members are wanted, and the progress of the work.
 
 `StoreAllowlist` decides which stores the operator may open with its own tokens, certificates and network.
 """
@@ -158,7 +158,7 @@ def read_progress(left: WorkLeft, value: bytes, now_s: float) -> WorkProgress | 
 
 
 def find_percentage(datasets: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the done percentage of the data sets; None if one is still growing."""
+    """Return which percentage of the data sets is done; None if a data set is still growing."""
     done, whole = 0.0, 0.0
     for dataset in datasets:
         units_done, units, epochs = (read_number(dataset.get(name)) for name in ("units_done", "units", "epochs"))
@@ -183,10 +183,11 @@ _UNANSWERED: Final = "it has not answered yet"
 
 
 class StoreFollower:
-    """Watches `wanted/` and `master_reports/` of a store.
+    """Watches `wanted/` and `master_reports/` in a store.
 
-    `on_change` is called in any thread with a key of the store whose value has changed for resources; an empty key
-    means all. Raises SettingsError if the URL is invalid, DiscoveryError if the store cannot be opened now.
+    `on_change` is called, in any thread, with a key in the store if its value has changed in a way that concerns
+    resources; an empty key stands for all keys. Raises SettingsError if the URL is invalid, DiscoveryError if the store
+    cannot be opened now.
     """
 
     def __init__(self, url: str, on_change: Callable[[str], None]) -> None:
@@ -346,7 +347,7 @@ _MOST_OF_NAMESPACE: Final = 10  # so that the authors of one namespace cannot us
 
 @dataclass(frozen=True)
 class _Subject:
-    """The store that a resource names, and its query. `store` is the same for all spellings of its `url`.
+    """The store that a resource specifies, and its query. `store` is the same for all spellings of the store's `url`.
 
     `advised` says whether this process decides how many teachers of the service are useful.
     """
@@ -360,7 +361,7 @@ class _Subject:
 
 
 class StoreDirectory:
-    """Provides stores' answers about resources; calls `on_change` with a resource's key if they change. Thread-safe."""
+    """Provides stores' answers about resources; calls `on_change` with a resource's key if one changes. Thread-safe."""
 
     def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist) -> None:
         self._on_change = on_change
@@ -375,7 +376,7 @@ class StoreDirectory:
     def ask(
         self, key: str, url: str, kind: WantedKind, name: str, *, namespace: str, advised: bool = False
     ) -> StoreAnswer:
-        """Return a store's answer about a resource, and follow the store from now on."""
+        """Return a store's answer about a resource, and start to follow the store for that resource."""
         if reason := self._allowlist.find_refusal(url):
             self.forget(key)
             return StoreAnswer(refused=f"{_show(url)}: {reason}")

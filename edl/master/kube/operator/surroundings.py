@@ -1,8 +1,8 @@
-"""`LiveSurroundings`: everything outside a resource and its pods: stores, idle capacity, and the shares of jobs.
+"""`LiveSurroundings` knows everything outside a resource and its pods: stores, idle capacity, and the jobs' shares.
 
-Arbitration limits how far jobs with GPUs grow. The scheduler places the pods of minima, but once a job has waited too
-long, no other job of its priority class starts before it. Jobs controlled by Kueue, a gang scheduler (Volcano, KAI) or
-`/scale` take no part, and their GPUs are not shared.
+Arbitration limits how far jobs with GPUs grow. The scheduler places the pods of the jobs' minima, but once a job has
+waited too long, no other job with the same priority class starts before it. Jobs controlled by Kueue, a gang scheduler
+(Volcano, KAI) or `/scale` take no part, and their GPUs are not shared.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _RETRY_S: Final = 60.0  # for a forbidden namespace: once it is allowed, its wat
 
 
 class ServiceHolders:
-    """Finds the pool that holds a service: the oldest one that has it, or whose outdated teachers have it. Thread-safe.
+    """Finds the pool that holds a service: the oldest pool whose spec or outdated teachers have it. Thread-safe.
 
-    The pools of each namespace are listed before the first answer: otherwise a new operator would take the first pool
-    that it sees for the only one, and create teachers of the wrong model. A forbidden namespace is retried later.
+    The pools in each namespace are listed before the first answer. Otherwise, a new operator would assume that the
+    first pool it sees is the only pool, and create teachers with the wrong model. A namespace that the operator may not
+    read is retried later.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ServiceHolders:
             return list(self._pools.values())
 
     def find_holder(self, pool: TeacherPool) -> str:
-        """Return the key of the pool that holds this one's service, or ""; EDLError if pools cannot be listed."""
+        """Return the key of another pool that holds this pool's service, or ""; EDLError if pools cannot be listed."""
         self._list_unlisted()
         with self._lock:
             before = self._pools.get(pool.key)
@@ -116,10 +117,10 @@ _MOST_ROUNDS: Final = 8  # successive arbitrations, each continuing where the pr
 
 @dataclass(frozen=True)
 class SharingJob:
-    """A job for arbitration: `claim` is a worker's claim, `most` the number of workers that the job can use.
+    """A job for arbitration. `claim` is the claim of one worker; `most` is how many workers the job can use.
 
-    `remaining_s` is with the present workers. `waiting_since_s` is since when it has waited for GPUs of its minimum,
-    Unix time.
+    `remaining_s` is the remaining time with the present number of workers. `waiting_since_s` is the Unix time since
+    which the job has waited for GPUs for its minimum.
     """
 
     key: str
@@ -139,7 +140,7 @@ class SharingJob:
 
 @dataclass(frozen=True)
 class JobShare:
-    """How many workers a job may have, and the job that has waited so long that it starts first; empty for none."""
+    """How many workers a job may have, and which job must start first after waiting too long; empty for none."""
 
     workers: int
     starts_after: str = ""
@@ -178,10 +179,11 @@ def compute_shares(
 ) -> Mapping[str, JobShare]:
     """Return how many workers each job may have, by its key.
 
-    All jobs count as old, because the arbiter would take pods that wait for a node from young ones. `pools` maps the
-    uid of each pool that lends teachers to the number that it keeps. A job that waits for its minimum holds others back
-    only if its workers could start on an empty cluster (the arbiter does not know which nodes they may use), and only
-    jobs of its own priority class (the scheduler orders the classes itself).
+    All jobs count as old, because the arbiter would take pods that wait for a node away from young jobs. `pools` maps
+    the uid of each pool that lends teachers to the number of teachers that the pool keeps. A job that waits for its
+    minimum holds other jobs back only if its workers could start on an empty cluster (the arbiter does not know which
+    nodes these workers may use). It holds back only jobs with its own priority class (the scheduler orders the classes
+    itself).
     """
     workers: dict[str, list[PodClaim]] = {job.uid: [] for job in jobs}
     for pod in capacity.pods:
@@ -234,7 +236,7 @@ def compute_shares(
 
 
 def _find_lent(capacity: ClusterCapacity, pools: Mapping[str, int], priority: int) -> frozenset[str]:
-    """Return the uids of teachers whose places workers can take: the scheduler preempts only lower priority."""
+    """Return the uids of teachers whose places workers can take: the scheduler preempts only pods of lower priority."""
     teachers: dict[str, list[PodClaim]] = {uid: [] for uid in pools}
     for pod in capacity.pods:
         owner = pod.labels.get(OWNER_UID_LABEL, "")
@@ -248,11 +250,11 @@ def _find_lent(capacity: ClusterCapacity, pools: Mapping[str, int], priority: in
 
 
 _QUIET_S: Final = 10.0
-"""Shortest time between reconciliations of a resource for this reason: room may appear and vanish often."""
+"""Shortest time between two reconciliations of a resource because of new room: room may appear and vanish often."""
 
 
 class WaitingOwners:
-    """Finds resources to reconcile when there is room for more of their pods. Thread-safe."""
+    """Finds resources that must be reconciled because there is room for more of their pods. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -261,7 +263,7 @@ class WaitingOwners:
         self._told_s: dict[str, float] = {}
 
     def observe(self, owner: MemberOwner, capacity: ClusterCapacity | None) -> None:
-        """Record the capacity that a resource's plan is based on."""
+        """Record the capacity on which a resource's plan is based."""
         claim = _read_claim(owner)
         with self._lock:
             self._room[owner.key] = _count_room(claim, capacity)
@@ -280,7 +282,7 @@ class WaitingOwners:
                 known.pop(key, None)
 
     def find_due(self, capacity: ClusterCapacity, now_s: float) -> tuple[list[str], float | None]:
-        """Return the keys of resources that now have room, and in how many seconds the next may be due."""
+        """Return the keys of resources that now have room, and in how many seconds the next resource may be due."""
         with self._lock:
             claims = dict(self._claims)
         shapes = {claim.shape: claim for claim in claims.values()}  # many resources have the same template
@@ -318,7 +320,7 @@ _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
 class LiveSurroundings:
-    """Knows everything outside resources and their pods, and requests reconciliations by `on_key`. Thread-safe."""
+    """Knows everything outside resources and their pods; calls `on_key` to request reconciliations. Thread-safe."""
 
     def __init__(
         self,
@@ -402,7 +404,7 @@ class LiveSurroundings:
         self._stores.close()
 
     def _find_holder(self, pool: TeacherPool) -> str:
-        """Return the holder of a pool's service in another namespace, and note a change of what the pool lends."""
+        """Return the pool that holds `pool`'s service in another namespace; note a change of what `pool` lends."""
         before = self._services.get_pool(pool.key)
         holder = self._services.find_holder(pool)
         if before is None or before.min_replicas != pool.min_replicas:
@@ -454,7 +456,7 @@ class LiveSurroundings:
         return wait_s
 
     def _has_lost_patience(self) -> bool:
-        """Whether a job has begun to hold others back since the shares were computed."""
+        """Whether a job has begun to hold other jobs back since the shares were computed."""
         with self._lock:
             since = [job.waiting_since_s for job in self._sharing.values() if job.waiting_since_s is not None]
         return any(self._computed_s < since_s + PATIENCE_S <= self._clock() for since_s in since)

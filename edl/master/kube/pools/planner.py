@@ -1,7 +1,7 @@
 """`plan_pool`: decides what to do about a TeacherPool, from an observation of one moment. Pure.
 
-A pool grows by one teacher at a time into idle room, and backs off after one found no room or was preempted. The
-back-off is in `status.lastProbe`, so a new operator does not probe at once.
+A pool grows into idle room by one teacher at a time, and backs off after a teacher found no room or was preempted. The
+back-off is stored in `status.lastProbe`, so a new operator does not probe at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SERVE_PORT: Final = 8001
 """gRPC, as in Triton: https://github.com/triton-inference-server/server/blob/main/docs/protocol/README.md."""
 METRICS_PORT: Final = 8002
 _METRICS_NAME: Final = "metrics"
-"""The port's name, by which the chart's PodMonitor `edl-teachers` finds it among other ports."""
+"""Name of the port for metrics, by which the chart's PodMonitor `edl-teachers` finds the port."""
 _EXIT_MARGIN_S: Final = 2.0
 """Seconds of the grace period for all but draining: the kubelet's SIGTERM, deregistration, closing the model and
 exiting. With less, a teacher that drains until its deadline is killed before it leaves discovery."""
@@ -66,7 +66,7 @@ _PROBE_S: Final = 5  # seconds, interval and timeout: a teacher's own check wait
 
 
 def build_teacher_args(pool: TeacherPool) -> list[str]:
-    """Return the arguments of `edl` in a teacher's container; `spec.serve` comes last, and takes precedence."""
+    """Return the arguments for `edl` in a teacher's container; those in `spec.serve` come last and take precedence."""
     drain_s = max(pool.grace_period_s / 2, pool.grace_period_s - _EXIT_MARGIN_S)
     args = ["serve", "--service", pool.service]
     if pool.store:
@@ -80,8 +80,8 @@ def build_teacher_args(pool: TeacherPool) -> list[str]:
 def build_teacher_pod(pool: TeacherPool, index: int, record: MemberRecord) -> Object:
     """Return the pod of a teacher.
 
-    The kubelet restarts a container that ends, so the pod keeps the borrowed resources. A model that crashes at each
-    start shows as `CrashLoopBackOff`, and its pool does not grow until it starts.
+    The kubelet restarts a container that ends, so the pod keeps the borrowed resources. If a model crashes at each
+    start, its pod shows `CrashLoopBackOff`, and the pool does not grow until the model starts.
     """
     labels = {REVISION_LABEL: hash_revision(pool), **({_QUEUE_LABEL: pool.queue} if pool.queue else {})}
     pod = build_member_pod(pool, "teacher", index, record, build_teacher_args(pool), labels=labels)
@@ -113,8 +113,9 @@ def _probe(path: str, failures: int) -> dict[str, Any]:
 def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) -> int:
     """Return how many teachers a pool should have, within its bounds; 0 if it is suspended or its service is taken.
 
-    If the store does not say how many are wanted, nothing changes: the last wanted number stays while the store is
-    unreachable or may not be asked, else the number of `present` teachers, including pending ones.
+    If the store does not say how many teachers are wanted, nothing changes. While the store is unreachable or may not
+    be asked, the last wanted number is kept; otherwise the number of `present` teachers, including pending ones, is
+    kept.
     """
     if pool.suspend or observation.service_holder:
         return 0
@@ -135,9 +136,9 @@ _CAPACITY_LOOK_S: Final = 30.0  # to recheck whether there is room, if no event 
 
 
 def decide_growth(draft: PoolDraft, target: int, not_before_s: float | None, pod: Mapping[str, Any]) -> Growth:
-    """Decide whether a pool creates another teacher, up to `target`, of which `pod` would be the pod.
+    """Decide whether a pool creates another teacher, whose pod would be `pod`, if it has fewer than `target`.
 
-    If capacity is known, `pod` avoids the node of `find_launch_failure`. `not_before_s` is when its member may be
+    If capacity is known, `pod` avoids the node of `find_launch_failure`. `not_before_s` is when the teacher may be
     created; None for at once.
     """
     pool, observation, live, now_s = draft.pool, draft.observation, draft.live, draft.observation.now_s
@@ -166,7 +167,7 @@ def decide_growth(draft: PoolDraft, target: int, not_before_s: float | None, pod
 
 
 def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | None:
-    """Return a teacher that has long failed to start, if no other fails: its node may be the cause."""
+    """Return a teacher that has long failed to start, if no other teacher fails: its node may be the cause."""
     failing = [other for other in live if is_failing(other, now_s)]
     if len(failing) != 1 or now_s - failing[0].placed_s < LAUNCH_PATIENCE_S:
         return None
@@ -175,14 +176,14 @@ def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | 
 
 
 def _may_start_elsewhere(observation: OwnerObservation, live: Sequence[MemberPod], pod: Mapping[str, Any]) -> bool:
-    """Whether another teacher may be tried despite a failing one. If a second one fails, it is not the node."""
+    """Whether another teacher may be tried although one fails. If a second teacher fails, the node is not the cause."""
     if find_launch_failure(live, observation.now_s) is None:
         return False
     return observation.capacity is None or bool(observation.capacity.count_fitting(pod))
 
 
 def _grow_into_idle_room(draft: PoolDraft, pod: Mapping[str, Any]) -> Growth:
-    """Decide by idle capacity; if that is unknown, a teacher that waits for a node serves as a probe."""
+    """Decide by idle capacity; if idle capacity is unknown, a teacher that waits for a node serves as a probe."""
     capacity = draft.observation.capacity
     left_s = draft.backoff.left_s(draft.observation.now_s) if draft.backoff is not None else 0.0
     fitting = None
@@ -201,8 +202,9 @@ def _grow_into_idle_room(draft: PoolDraft, pod: Mapping[str, Any]) -> Growth:
 def _scale_target(draft: PoolDraft) -> None:
     """Decide the value for the `/scale` of the pool's `scaleTargetRef`.
 
-    Its pods are neither created, probed nor removed one by one, and idle capacity does not matter. An autoscaler that
-    writes the same `/scale` is overwritten. The pool's former teachers are removed, but their records stay.
+    The operator does not create, probe or remove that object's pods one by one, and idle capacity does not matter. If
+    an autoscaler writes the same `/scale`, its value is overwritten. The pool's former teachers are removed, but their
+    records stay.
     """
     pool, ref, holder = draft.pool, draft.pool.scale_target_ref, draft.observation.service_holder
     assert ref is not None
@@ -229,12 +231,12 @@ def _scale_target(draft: PoolDraft) -> None:
 
 
 _ELSEWHERE: Final = frozenset({TerminationCause.EVICTED, TerminationCause.HARDWARE, TerminationCause.NODE_LOST})
-"""Causes that lie with a node: the teacher's next pod avoids it for a while."""
+"""Causes for which a node is responsible: the teacher's next pod avoids that node for a while."""
 _TEACHER_TABLE: Final = {
     cause: (RelaunchRule(RelaunchAction.ELSEWHERE if cause in _ELSEWHERE else RelaunchAction.NEW_POD),)
     for cause in TerminationCause
 }
-"""A teacher is a server: whatever ended it, a new one follows. The kubelet restarts containers that exit."""
+"""A teacher is a server: whatever ended its pod, a new pod follows. The kubelet restarts containers that exit."""
 
 _START_LOOK_S: Final = 30.0
 """Interval for rechecking teachers that do not start: their pods' events are read at the same interval."""
@@ -294,7 +296,7 @@ def _find_requeue_s(draft: PoolDraft) -> float | None:
 
 
 def _find_leaving_look_s(leaving: Sequence[MemberPod], now_s: float) -> float:
-    """Return when to check whether teachers are gone: soon, unless all of them hang beyond their grace periods."""
+    """Return the seconds until the next check whether teachers are gone: few unless all outlast their grace period."""
     hang = [pod.delete_by_s is not None and now_s > pod.delete_by_s + _START_LOOK_S for pod in leaving]
     return _START_LOOK_S if hang and all(hang) else _LEAVING_LOOK_S
 
@@ -323,7 +325,7 @@ def _settle_members(draft: PoolDraft) -> None:
 
 
 def _record_end(draft: PoolDraft, key: str, pod: MemberPod | None, now_s: float) -> None:
-    """Count a teacher's end; if capacity is unknown, a place that was taken is not requested again at once."""
+    """Count a teacher's end; if capacity is unknown, a place that another pod took is not requested again at once."""
     report = pod.termination if pod is not None else TerminationReport(events=("Preempted",))
     outcome = record_end(draft.records[key], report, pod, now_s, table=_TEACHER_TABLE)
     record, cause, evidence = outcome.record, outcome.verdict.cause, outcome.verdict.evidence
@@ -441,7 +443,7 @@ def _replace_outdated(draft: PoolDraft, update: TeacherUpdate) -> None:
 
 
 def _makes_room(draft: PoolDraft, chosen: MemberPod, waiting: MemberPod | None) -> bool:
-    """Whether a successor could be placed if a teacher were removed; True if capacity is unknown."""
+    """Whether a successor could be placed if the chosen teacher were removed; True if capacity is unknown."""
     capacity = draft.observation.capacity
     if capacity is None:
         return True
@@ -452,7 +454,7 @@ def _makes_room(draft: PoolDraft, chosen: MemberPod, waiting: MemberPod | None) 
 
 
 def _is_proven(draft: PoolDraft, update: TeacherUpdate) -> bool:
-    """Whether the present spec works, now that no teacher of an earlier one is left; if not, record what is awaited."""
+    """Whether the present spec works, once no teacher with an earlier spec is left; if not, record what is awaited."""
     if draft.awaited:
         draft.waits_for = f"no node has room for the successor of {draft.awaited}"
         return False

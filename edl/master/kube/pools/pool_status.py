@@ -201,7 +201,7 @@ _MOST_S: Final = 300.0  # idle room is borrowed within 5 minutes, at 12 pods an 
 
 @dataclass(frozen=True)
 class ProbeBackoff:
-    """The last time that a pool found no room: its probe was removed, or a teacher preempted, at `at_s`, Unix time."""
+    """The last time that a pool found no room: at `at_s` (Unix time), its probe was removed or a teacher preempted."""
 
     at_s: float
     wait_s: float
@@ -221,23 +221,23 @@ class ProbeBackoff:
         return {"at": format_time(self.at_s), "backoffSeconds": math.ceil(self.wait_s)}
 
     def left_s(self, now_s: float) -> float:
-        """Return how many seconds to wait before the next attempt. Setting the clock back does not prolong it."""
+        """Return the seconds to wait before the next attempt. Setting the clock back does not prolong the wait."""
         return max(0.0, min(self.wait_s, self.at_s + self.wait_s - now_s))
 
     def is_over(self, pods: Iterable[MemberPod]) -> bool:
-        """Return whether a later teacher has found room, so that the next may follow at once."""
+        """Return whether a later teacher has found room, so that the next teacher may follow at once."""
         return any(pod.created_s > self.at_s for pod in pods)
 
 
 def back_off(before: ProbeBackoff | None, first_s: float, now_s: float) -> ProbeBackoff:
-    """Return the back-off after a probe that found no room: twice the one before, up to 300 s."""
+    """Return the back-off after a probe that found no room: twice the previous back-off, up to 300 s."""
     wait_s = first_s if before is None else max(first_s, 2 * before.wait_s)
     return ProbeBackoff(now_s, min(_MOST_S, wait_s))
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Whether a pool grows, for the condition `Growing`. `requeue_s` is None if only an event changes it."""
+    """Whether a pool grows, for the condition `Growing`. `requeue_s` is None if only an event can change this."""
 
     growing: bool
     reason: str
@@ -251,13 +251,16 @@ class PoolDraft:
     """A pool's plan being built: the planner fills it, and the status is written from it.
 
     Attributes:
-        live: teachers that count: the newest of their members, and not leaving.
+        live: teachers that count: each is its member's newest pod, and is not leaving.
         update: which teachers are outdated; None if the pool scales a different object.
-        awaited: the member removed to make room for its successor, which has no node yet; empty for none.
+        awaited: the member that was removed to make room for its successor, while the successor has no node yet; empty
+            for none.
         waits_for: what the next replacement of an outdated teacher waits for; empty for nothing.
-        look_again_s: when to check whether it has happened; None if an event reports it.
+        look_again_s: in how many seconds to check whether what `waits_for` describes has happened; None if an event
+            reports this.
         places: where its teachers may be found, see `list_places`.
-        unproven: no outdated teacher is left, and those of the present spec have not all been ready for some seconds.
+        unproven: no outdated teacher is left, but not all teachers with the present spec have been ready for some
+            seconds yet.
     """
 
     pool: TeacherPool
@@ -314,13 +317,13 @@ class PoolDraft:
         return next((describe_failure(pod) for pod in self.live if is_failing(pod, now_s)), "")
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Release a teacher, with its pod's own grace period. It is recorded first, so that its name is not reused."""
+        """Release a teacher, with its pod's own grace period. This is recorded first, so its name is not reused."""
         self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
 
 
 def describe_failure(pod: MemberPod) -> str:
-    """Return why a teacher does not start. A container's last end says more than that the kubelet waits after it."""
+    """Return why a teacher does not start: how its container last ended, or else why the kubelet waits."""
     if not pod.failing:
         ended = f": {pod.container_end}" if pod.container_end else ""
         return f"{pod.name}: its container has ended and was restarted{ended}"

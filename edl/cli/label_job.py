@@ -73,8 +73,8 @@ _MOST_LISTED: Final = 20
 _FORMAT: Final = 1
 """Format of the text, so that a different version of EDL raises an error instead of misreading it."""
 _SHARDS, _LEAST_ROWS, _MOST_ROWS = 64, 32, 1024
-"""At least 64 shards, so that a dozen processes end at about the same time; but a shard has at least one request's
-rows, and at most a second to a minute of work."""
+"""At least 64 shards, so that a dozen processes end at about the same time. However, a shard has at least the rows of
+one request, and takes at most between a second and a minute."""
 _OPTIONS: Final = {
     "model": "--model",
     "version": "--model-version",

@@ -31,7 +31,8 @@ from edl.quoting import quote, shown
 from edl.settings import is_above_zero, is_count
 
 UnitId: TypeAlias = int | str
-"""Stable across epochs and readers: the unit's number in the data set, or a file's path in the set."""
+"""The id of a unit, stable across epochs and readers: the unit's number in the data set, or a file's path in the
+set."""
 Options: TypeAlias = Mapping[str, tuple[Any, Any]]  # by name: the default, and the type of other values
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -42,8 +43,8 @@ _MAGIC: Final = b"EDLX\x01"
 _HEAD: Final = struct.Struct("<5sII")
 _WIDTHS: Final = (1, 2, 4, 8)  # bytes per number, as in NumPy's types
 _ORDER: Final = 2
-"""Version of the order within a shard, kept in the index: continuing a half-read shard in a different order would
-read the wrong units. Formerly it was `true` and meant a sort by hashes."""
+"""Version of the order within a shard, kept in the index: continuing a half-read shard in a different order would read
+the wrong units. An old index has `true` here, which means an order by hashes."""
 ENDLESS: Final = 1 << 62  # units of a `Source`: a reader trusts the master's leases, and the source knows its size
 _SEEDS: Final = 1 << 64  # seeds have 64 bits on the wire
 _MOST: Final = 1 << 62  # units, shard size or epochs: the sum of two still fits in 63 bits

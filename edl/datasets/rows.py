@@ -35,7 +35,8 @@ from edl.quoting import quote
 
 SampleId: TypeAlias = int | str
 KnownFilter: TypeAlias = Callable[[list[SampleId], dict[str, Any] | None], Array]
-"""Tells which ids need no label, bool [ids]. It also gets the inputs if a label belongs to one text."""
+"""Function that returns which ids need no label, bool [ids]. Its second argument is the inputs if each label belongs to
+one text, else None."""
 Batch: TypeAlias = tuple[list[SampleId], dict[str, Any]]
 """Ids, and inputs by name: arrays [rows, ...], or for sequences, lists with one array [tokens, ...] per id."""
 

@@ -27,9 +27,11 @@ from edl.settings import read
 Json = Any
 
 _MOST_BYTES: Final = 64 * 1024**2
-"""The largest answer: some hundred thousand teachers. A longer one is not Consul's, and must not fill memory."""
+"""The largest answer: some hundred thousand teachers. A longer answer does not come from Consul, and must not fill
+memory."""
 _FILTERED: Final = "X-Consul-Results-Filtered-By-ACLs"
-"""Since Consul 1.11. If the token may read some of the entries, they are used: it may cover only some services."""
+"""A header that Consul sends since version 1.11. If the token may read some of the entries, those are used: a token may
+cover only some services."""
 _EMPTY: Final = ("[]", "{}", "null")
 ALIVE: Final = "alive"  # the name of a registration's own check
 

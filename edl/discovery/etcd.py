@@ -36,11 +36,14 @@ PORT: Final = 2379
 _NO_LEASE: Final = 0
 """etcd's own number for a key that belongs to no lease."""
 _MOST_BYTES: Final = 64 * 1024**2
-"""The largest answer: some hundred thousand teachers. gRPC's own limit of 4 MiB is less than 17 values of a store."""
+"""The largest answer: some hundred thousand teachers. gRPC's own limit of 4 MiB would not fit 17 of a store's largest
+values."""
 _PING_EVERY_S: Final = 10.0
-"""How often a connection with a pending request is pinged. etcd closes one pinged every 5 s or faster."""
+"""How often a connection with a pending request is pinged. etcd closes a connection that is pinged every 5 s or more
+often."""
 _RECONNECT_S: Final = (0.1, 1.0)
-"""The first and longest wait between gRPC's attempts to connect: a member is found within a second of its return."""
+"""The first and the longest wait between gRPC's attempts to connect: a connection is tried within a second of a
+member's return."""
 _CONNECT_S: Final = 2.0
 """How long an attempt to connect may take. gRPC's own 20 s would be wasted on a host that was down at the start."""
 

@@ -35,7 +35,8 @@ from edl.quoting import shown
 log = logging.getLogger("edl.discovery")
 
 MAX_ID_BYTES: Final = 100
-"""The longest id of a student: three times as long once it is escaped, it fits into a key of 512 characters."""
+"""The longest id of a student. Escaping makes an id up to three times as long; it still fits into a key of 512
+characters."""
 LOOK_S: Final = 0.1
 """How often a waiting member checks whether its links changed; the check only reads memory."""
 PATIENCE_S: Final = 1.0
@@ -45,7 +46,8 @@ STEP_S: Final = 0.1
 RETRY_S: Final = 1.0
 """Wait after the store failed to answer. Meanwhile students choose for themselves, so nothing is urgent."""
 REMEMBERED: Final = 1000
-"""How many departed students' teachers a leader remembers: some 100 kB, and more than restart at one time."""
+"""For how many departed students a leader remembers the teachers: about 100 kB, and more students than restart at one
+time."""
 
 
 class GroupKeys:

@@ -23,7 +23,8 @@ MAX_META, MAX_META_BYTES = 60, 512
 """Consul's limits (64 names, four of them EDL's own), enforced everywhere so that programs work on every registry."""
 MAX_TAGS = 64  # the same as for metadata names; Consul itself has no limit
 MAX_RECORD = 1_000_000
-"""The longest record that is read, in characters. EDL writes at most a quarter, which fits into a store's value."""
+"""The longest record that is read, in characters. EDL's own records have at most a quarter of that length, so that they
+fit into a store's value."""
 RESERVED_META = frozenset({"model", "capacity", "state"})
 
 _State = Literal["ready", "draining"]

@@ -51,7 +51,8 @@ REMEMBERED_S: Final = 60.0
 _RECORD_RENEWAL_S: Final = 15.0
 """Shortest time between renewals of a record's lease. It need not be renewed with every sign of life."""
 _ATTEMPTS: Final = 3
-"""How often to try to write a key: an expired lease is replaced, and may expire too if the process stalls again."""
+"""How often to try to write a key: if its lease has expired, a new lease is used, which may expire too if the process
+stalls again."""
 
 T = TypeVar("T")
 

@@ -44,7 +44,8 @@ RENEWALS: Final = 4
 _RETRY_S: Final = 0.5
 """The longest wait before a failed renewal is retried, so that all recover soon after a store restarts."""
 _CAMPAIGN_S: Final = 0.2
-"""Wait after a failed attempt to lead: a job without a leader stalls, and an attempt is only three small requests."""
+"""Wait after a failed attempt to lead. It is short because a job without a leader stalls, and an attempt sends only
+three small requests."""
 
 
 def check_key(key: str) -> str:

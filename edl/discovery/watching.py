@@ -19,10 +19,12 @@ from edl.notifier import Notifier
 from edl.resource import Resource
 
 QUERY_S = 10.0
-"""How long a server may hold a blocking query. If it hangs, a watch notices after this and a request's timeout."""
+"""How long a server may hold a blocking query. If the server hangs, a watch notices after this time plus a request's
+timeout."""
 _FIRST_RETRY_S: Final = 0.2
 _LAST_RETRY_S: Final = 1.0
-"""Waits after the first failure and after many: a restarted server is found within a second, with one request each."""
+"""Waits after the first failure and after many failures: a watch finds a restarted server within a second, with one
+request."""
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -30,12 +30,12 @@ TeacherIs: TypeAlias = Literal["logits", "probabilities"]
 NO_LABEL = -100  # of a row without a hard label: `ignore_index` of PyTorch and PaddlePaddle
 
 FLOOR = 1e-6
-"""Smallest probability of the teacher in the reverse direction, so that a token costs at most 14 nats. With a smaller
-floor, a student would learn rounding errors: sums of float32 probabilities have errors of about 1e-7."""
+"""Smallest teacher probability in the reverse direction, so that a token adds at most 14 nats to the loss. With a
+smaller floor, a student would learn rounding errors: sums of float32 probabilities have errors of about 1e-7."""
 
 _LOWEST = float(np.finfo(np.float32).min) / 4
-"""Log-probability of the impossible: finite, since 0 times infinity is NaN; a quarter of the lowest number, so that no
-difference overflows; and of float32, because Paddle cannot clip to a lower one."""
+"""Log-probability of an impossible class. It is finite, since 0 times infinity is NaN. It is a quarter of the lowest
+float32 number, so that no difference overflows; Paddle cannot clip to numbers below float32's range."""
 SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only with this accuracy
 _LOOKED_AT = 1 << 14  # class ids compared with one another per step, in less than a millisecond
 

@@ -23,7 +23,8 @@ from edl.background import start_call
 from edl.errors import SettingsError
 
 _MOST_CONNECTIONS: Final = 16
-"""Most open connections, each with a thread. Beyond that, the oldest is closed: a request takes milliseconds."""
+"""Most open connections, each with its own thread. If there are more, the oldest connection is closed: a request takes
+only milliseconds."""
 _SILENCE_S: Final = 10.0
 """A connection is closed after this long without data. Prometheus itself gives up after 10 s by default."""
 _CLOSE_LOOK_S: Final = 0.05

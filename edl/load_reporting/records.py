@@ -36,7 +36,8 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _IDLE_SHARE = 0.01
 """A student that requests nothing, and waits for less than this share of its time, is idle by choice."""
 _LEAST_BUSY_SHARE = 0.001
-"""A student's demand is computed with at least this busy share: with less, clock resolution would dominate."""
+"""The smallest busy share with which a student's demand is computed: with a smaller share, clock resolution would
+dominate the result."""
 _SHORTEST_S = 0.001  # of a record that has rates: over less time, a quotient might be infinite
 _LEAST_COMPUTE_S = 1e-6  # of computing for a rate: records have microsecond resolution
 _PRESENT = ("starting", "ready")  # states: an unhealthy or draining teacher takes no work

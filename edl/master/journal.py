@@ -284,10 +284,12 @@ class SqliteJournal(Journal):
 # --- In a Store. ---
 
 _CHUNK: Final = 128
-"""Values per folder, read together: one by one, each takes a millisecond. At most 24 MB; etcd's client allows 64."""
+"""Values per folder. They are read together, since reading them one by one takes a millisecond each. At most 24 MB;
+etcd's client allows 64 MB."""
 _MOST_VALUES: Final = 2000  # of records until a snapshot is due: the next writer reads these in about a second
 _TAIL: Final = 16
-"""Values deleted after the last group of an earlier term: its writer may have died while writing one of up to 3 MB."""
+"""Number of values deleted after the last group of an earlier term: the term's writer may have died while writing a
+group of up to 3 MB."""
 _FORMAT: Final = 1
 _RECORD: Final = struct.Struct("!QI")  # before each record: its length, and its CRC-32
 _VALUE_NBYTES: Final = 190_000

@@ -25,7 +25,8 @@ REFUSALS: Final[dict[str, type[EDLError]]] = {
     "FAILED_PRECONDITION": LeaseLostError,
     "DATA_LOSS": ProtocolError,
 }
-"""gRPC status codes of a master's replies, and EDL's errors for them. Other codes mean: retry."""
+"""gRPC status codes in a master's replies, and EDL's errors for them. Any other code means that the call is to be
+retried."""
 
 
 def candidacy(job: str) -> str:

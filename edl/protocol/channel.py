@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import abc
-import asyncio
-import contextlib
 import ipaddress
-import logging
 import os
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, TypeAlias
 
-from edl.background import BackgroundLoop
-from edl.errors import DiscoveryError, EDLError, SettingsError
+from edl.errors import SettingsError
 from edl.protocol.tls import AUTHORIZATION, CredentialFiles, host_of
 from edl.protocol.transport import DIRECT, grpc
-from edl.resource import Resource
-
-logger = logging.getLogger(__name__)
 
 Options: TypeAlias = Sequence[tuple[str, Any]]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -35,17 +26,6 @@ CLIENT_OPTIONS: Final[Options] = (
     ("grpc.use_local_subchannel_pool", 1),  # otherwise channels of one process share a connection and its backoff
 )
 """Options of a client of a master or a served store."""
-_SERVER_OPTIONS: Final[Options] = (
-    ("grpc.so_reuseport", 0),  # a second server on the same port would get half of the connections
-    ("grpc.keepalive_time_ms", 10_000),  # a vanished host must not keep its streams
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
-    ("grpc.http2.max_ping_strikes", 0),
-)
-_START_S: Final = 10.0  # to start listening: it takes milliseconds, and seconds on a machine that swaps
-_AGE_MS: Final = 3_600_000
-"""With TLS or tokens, connections of this age are replaced, so that new certificates and tokens take effect."""
-
 _used_in: set[int] = set()
 """Ids of processes (this one and those it was forked from) that have created a channel or listened on a port."""
 
@@ -91,61 +71,6 @@ def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
             "--allow-insecure-tokens, allow_insecure_tokens=True)"
         )
     return ((AUTHORIZATION, f"Bearer {tokens[0]}"),)
-
-
-class LoopServer(Resource, abc.ABC):
-    """A gRPC server on an event loop in its own thread, from `_start` until it is closed or fails: `failure` is why."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failure: BaseException | None = None
-        self._stop = asyncio.Event()
-        self._started = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    @abc.abstractmethod
-    async def _serve(self) -> None:
-        """Set `_started` once it listens, and return when `_stop` is set."""
-
-    def _start(self, name: str, what: str) -> None:
-        """Serve in a thread of this name; raise the error if that fails at once. `what` describes it in messages."""
-
-        def run() -> None:
-            try:
-                asyncio.run(self._serve_unless_closed())
-            except EDLError as exc:
-                self.failure = exc
-            except Exception as exc:
-                logger.exception("%s ended", what)
-                self.failure = exc
-            finally:
-                self._started.set()
-                self._halt()
-
-        self._own(BackgroundLoop(name, run, self._interrupt))
-        if not self._started.wait(_START_S):
-            self.failure = DiscoveryError(f"{what} did not start within {_START_S:g} s")
-        if self.failure is not None:
-            self.close()
-            raise self.failure
-
-    async def _serve_unless_closed(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        if not self._closed:
-            await self._serve()
-
-    def _interrupt(self) -> None:
-        if (loop := self._loop) is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._stop.set)
-
-
-def make_server(files: CredentialFiles | None, handler: grpc.GenericRpcHandler, options: Options) -> grpc.aio.Server:
-    """Return a server of a master or a store, which checks tokens; it listens nowhere yet."""
-    age = [("grpc.max_connection_age_ms", _AGE_MS)] if files is not None else []
-    server = grpc.aio.server(options=[*_SERVER_OPTIONS, *age, *options], interceptors=token_checks(files))
-    server.add_generic_rpc_handlers((handler,))
-    return server
 
 
 def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None) -> int:

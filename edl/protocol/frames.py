@@ -50,9 +50,9 @@ _MOST_PARTS = 64  # buffers in one `sendmsg`; Linux takes 1,024
 _TLS_NBYTES = 128 << 10  # received, or encrypted, at a time
 _MOST_CALLS = 256  # receives of a connection before other work of the loop gets its turn
 _LOCAL_QUEUE_NBYTES = 256 << 10
-"""Bytes that the kernel queues between two processes of a host. By default it queues 4 MB, which the processor's cache
-no longer holds when they are read: a request then costs both sides a quarter more CPU time (`benchmarks/reader`). For
-another host the kernel decides, from the round-trip time."""
+"""Bytes that the kernel queues between two processes of a host. By default it queues 4 MB, which are no longer in the
+processor's cache when they are read: a request then costs both sides a quarter more CPU time (`benchmarks/reader`). For
+connections to another host, the kernel chooses the size from the round-trip time."""
 _SILENT_MS = 30_000  # how long a peer's kernel may stay silent before the connection counts as broken
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 SERVICE = "inference.GRPCInferenceService"
 
 TOP_K = "edl_top_k"
-"""Request parameter (int64), and extension: answer with the k largest logits of each row in place of each output."""
+"""Request parameter (int64), and extension: the answer contains the k largest logits of each row in place of each
+output."""
 TEMPERATURE = "edl_temperature"
-"""Request parameter (double, default 1): the temperature at which `edl_top_k` sums up the tail's mass."""
+"""Request parameter (double, default 1): the temperature at which `edl_top_k` sums exp(logit / temperature) over the
+classes left out."""
 DTYPE = "edl_dtype"
 """Request parameter (string), and extension: "FP16" or "FP32", the datatype of floating-point outputs."""
 
@@ -22,9 +24,11 @@ TIMEOUT_MS = "edl_timeout_ms"
 """Request parameter (int64): a deadline for one request of a stream or tensor channel, counted from its arrival."""
 
 REQUEST_ID = "x-request-id"
-"""Metadata of a ModelInfer call: the id for the server's log. On a stream it is the request's own id."""
+"""Metadata of a ModelInfer call: the id for the server's log. On a stream, the log contains the request's own id
+instead."""
 TRACEPARENT = "traceparent"
-"""Metadata of a call, or request parameter (string), which wins: the span of a request, as in W3C's Trace Context."""
+"""Metadata of a call, or request parameter (string); the parameter takes precedence. Both contain the span of a
+request, as in W3C's Trace Context."""
 
 MAX_ROWS = "edl_max_rows"
 """Parameter of a model's configuration: the most rows in one request. An EDL server may compute a request in parts."""
@@ -40,26 +44,31 @@ POSITION = "position"
 TARGETS = "targets"
 """Optional input of a language model: token ids whose log-probabilities to return, INT32 `[rows, m]`."""
 LOGPROBS = "logprobs"
-"""Output of a language model: log-probabilities at temperature 1, FP32 `[rows, vocabulary]`. They are never sent whole,
-only with `TOP_K` under `top_k_names`."""
+"""Output of a language model: log-probabilities at temperature 1, FP32 `[rows, vocabulary]`. They are never sent in
+full: requests must set `TOP_K`, and the outputs in the answer are those of `top_k_names`."""
 TARGET_LOGPROBS = "target_logprobs"
-"""Output of a language model that got `TARGETS`: log-probability of `targets[t, j]` at row t, FP32 `[rows, m]`."""
+"""Output of a language model if the request contains `TARGETS`: log-probability of `targets[t, j]` at row t, FP32
+`[rows, m]`."""
 
 SEQUENCES = "edl_sequences"
-"""Parameter of a model's configuration: the input that is 0 at a sequence's start. Requests contain whole sequences."""
+"""Parameter of a model's configuration: the name of the input that is 0 at a sequence's start. Requests contain whole
+sequences."""
 MAX_SEQUENCE = "edl_max_sequence"
 """Parameter of a model's configuration: the most rows in a sequence."""
 MAX_TOP_K = "edl_max_top_k"
-"""Parameter of a model's configuration: the largest `TOP_K`. A model that has it refuses requests without `TOP_K`."""
+"""Parameter of a model's configuration: the largest `TOP_K`. A model with this parameter refuses requests without
+`TOP_K`."""
 OPTIONAL_INPUTS = "edl_optional_inputs"
 """Parameter of a model's configuration: optional inputs, separated by commas. The model's metadata and
 configuration list neither them nor the outputs that depend on them."""
 TOKENIZER = "edl_tokenizer"
 """Parameter of a model's configuration: the hash of its tokenizer, as in `TOKENIZER_META`."""
 TOKENIZER_META = "tokenizer"
-"""Metadata of an instance in discovery: the hash of its tokenizer. With a different one, ids mean different tokens."""
+"""Metadata of an instance in discovery: the hash of its tokenizer. With a different tokenizer, ids mean different
+tokens."""
 WEIGHTS_VERSION = "edl_weights_version"
-"""Parameter of a model's configuration: its version, if that is a hash of weights and code: equal for equal models."""
+"""Parameter of a model's configuration: the model's version, if that is a hash of its weights and code, so that equal
+models have equal versions."""
 
 EXTENSION_SCHEDULE_POLICY = "schedule_policy"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"
@@ -69,12 +78,14 @@ EXTENSION_CHANNEL = "edl_channel"
 """Extension: the server answers `OPEN_CHANNEL`, and accepts requests over a tensor channel (`edl.protocol.frames`)."""
 
 OPEN_CHANNEL = "/edl.TensorChannel/Open"
-"""Method that takes an empty message, and returns JSON: the `port` of the tensor channel and, as hexadecimal digits, a
-`token` that opens one within ten seconds, the `proof` that the server returns for it (32 bytes each), and the SHA-256
-of the server's `certificate` there, empty without TLS."""
+"""Method that takes an empty message, and returns JSON: the `port` of the tensor channel and three values as
+hexadecimal digits. They are a `token`, which opens a channel within ten seconds, the `proof` that the server returns
+for the token (32 bytes each), and the SHA-256 of the `certificate` that the server uses on this port, empty without
+TLS."""
 
 LOCKED_MEMORY = "edl-arena-"
-"""Prefix of the names of a student's shared memory objects. The student locks each (flock) while it runs."""
+"""Prefix of the names of a student's shared memory objects. The student keeps each object locked (flock) while it
+runs."""
 
 SHM_REGION = "shared_memory_region"
 SHM_OFFSET = "shared_memory_offset"

@@ -275,7 +275,8 @@ def to_raw(array: Array) -> Buffer:
 # Arrays from a user's source
 
 _FIRST_ROWS = 256
-"""Initial capacity of a buffer in rows: a typical request. The user may allow millions that never arrive."""
+"""Initial capacity of a buffer in rows: the size of a typical request. The user may allow millions of rows that never
+arrive."""
 
 
 def is_tensor(value: Any) -> bool:

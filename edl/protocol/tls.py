@@ -35,11 +35,12 @@ CHECK_EVERY_S: Final = 2.0
 """How often files are checked while connections are open: four `stat` calls. A revocation takes at most this long."""
 
 _MOST_NBYTES: Final = 1 << 20
-"""A bundle of all public CAs has 200 kB. A much larger file is not PEM, and would be read repeatedly."""
+"""The largest file that is read. A bundle of all public CAs has 200 kB; a much larger file is not PEM, and would be
+read repeatedly."""
 _PEM: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----(.*?)-----END \1-----", re.DOTALL)
 _GRPC_KEYS: Final = tuple(map(bytes.fromhex, ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")))
-"""Object identifiers of RSA keys, EC P-256 and EC P-384 in a certificate: gRPC's TLS library loads a certificate for
-another key (P-521, Ed25519, RSA-PSS), and then refuses every handshake."""
+"""Object identifiers of the usable key types in a certificate: RSA, EC P-256 and EC P-384. gRPC's TLS library loads a
+certificate with another type of key (P-521, Ed25519, RSA-PSS), but then refuses every handshake."""
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750, b64token
 _LEAST_TOKEN: Final = 16
 """Shortest token that a teacher accepts, in characters: shorter ones can be guessed over the network."""
@@ -357,13 +358,15 @@ def _absolute(credentials: Credentials) -> Credentials:
 # Why a handshake failed
 
 _TIMEOUT_S: Final = 2.0
-"""For each step of a connection: less than a student waits between two attempts to connect to a lost teacher."""
+"""Timeout for each step of a connection. It is shorter than a student's wait between two attempts to connect to a lost
+teacher."""
 _SIGNS: Final = re.compile("andshake|Verification Check|Socket closed|reset by peer|ALPN|SSL_ERROR|Broken pipe")
 """Words in gRPC's connection errors which indicate that a failed handshake may be the cause."""
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
 _ABOUT_CERTIFICATES: Final = re.compile("ALERT_(CERTIFICATE|BAD_CERT|UNKNOWN_CA|ACCESS|NO_CERT)")
 _UNTRUSTED: Final = (2, 7, 18, 19, 20, 21)
-"""X509_V_ERR_*: no issuer is found, or one of the same name with another key; self-signed; no trusted CA at the end."""
+"""X509_V_ERR_* codes: the issuer is not found, or an issuer with the same name has another key; the certificate is
+self-signed; the chain does not end at a trusted CA."""
 
 
 def host_of(endpoint: str) -> str:

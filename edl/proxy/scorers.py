@@ -25,8 +25,8 @@ from edl.proxy.settings import ProxySettings
 _MOST_OPEN: Final = 16  # each connects to all teachers of its service; a trainer uses one or two numbers of entries
 _RETRY_S: Final = 1.0
 _POLICY: Final = Policy(aside_s=0.1, failures_to_open=10, open_max_s=2.0)
-"""A failed request goes to another teacher, and is abandoned after three failures. These must not cost other clients
-the teacher, which may answer their prompts well."""
+"""A failed request goes to another teacher, and is abandoned after three failures. These failures must not make the
+teacher unavailable to other clients, whose prompts it may answer well."""
 
 _T = TypeVar("_T")
 

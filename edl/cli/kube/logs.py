@@ -37,8 +37,8 @@ FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
 _TAKEN_UP_S: Final = 15.0
 """After this long, probably no operator is running: an operator handles a new resource within a second."""
 _REFUSALS: Final = ("ObjectRefused", "AccessDenied")
-"""Reasons in the condition Accepted for refusals by the API server. QuotaExceeded is not one, since other jobs will
-end. A job that is Pending with an unusable spec continues with its previous spec."""
+"""Reasons in the condition Accepted that mean a refusal by the API server. QuotaExceeded is not among them, since quota
+becomes free when other jobs end. A job that is Pending with an unusable spec continues with its previous spec."""
 _REFUSED_S: Final = 120.0
 """How long a refusal may last before it counts: admission control or a Role may not be set up yet."""
 _OVERLAP_S: Final = 1

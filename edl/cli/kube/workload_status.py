@@ -54,7 +54,7 @@ _MAX_MESSAGE: Final = 100
 """Maximum length of a message in a row; `edl status` shows the rest."""
 _SERVICE: Final = re.compile(r"edl://([a-z][a-z0-9-]*)\.([a-z0-9][a-z0-9-]*)(?:\.svc(?:\.[a-z0-9.-]+)?)?:(\d+)")
 """URL of a store behind a service of the cluster, as in the chart, with only characters that are safe in a command. A
-service's name starts with a letter, an IP address does not."""
+service's name starts with a letter, but an IP address does not."""
 _UNSEEN: Final = "no operator has handled it yet: is `edl operator` running for this namespace?"
 _GOOD_IF_FALSE: Final = ("Failed", "Suspended")
 _STYLES: Final = {

@@ -78,7 +78,7 @@ def _check_warmup(samples: int) -> None:
 
 
 class RateScaling:
-    """Learning rate factor, and progress in samples: samples trained or, for `AdaScale`, its steps × `base_batch`."""
+    """Learning rate factor, and progress in samples: those trained or, for `AdaScale`, steps times `base_batch`."""
 
     def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:
         if base_batch < 1 or batch < 1:

@@ -34,8 +34,9 @@ logger = logging.getLogger("edl.collective")
 B = TypeVar("B")
 
 Tail: TypeAlias = Literal["keep", "drop", "pad"]
-"""What happens to samples at the end of an epoch that do not fill a global batch. "keep" makes a smaller batch, "drop"
-leaves them out, and "pad" fills the batch up with samples from the beginning of the epoch's order."""
+"""What happens to the samples that are left at the end of an epoch and do not fill a global batch. "keep" makes a
+smaller batch, "drop" leaves them out, and "pad" fills the batch up with samples from the beginning of the epoch's
+order."""
 
 
 def batch_size_at(position: int, length: int, batch: int, tail: Tail) -> int:

@@ -57,7 +57,7 @@ class OptionScaling:
 
     @contextmanager
     def apply(self, factor: float, scale: float) -> Iterator[None]:
-        """Scale options in the block: multiply the rate by `factor`; fit decays and epsilon to `scale` × base batch."""
+        """Scale options in the block: multiply the rate by `factor`; fit decays and epsilon to `scale` base batches."""
         groups = self._optimizer.param_groups
         changed = [self._scaled(group, factor, scale) for group in groups]
         before = [{name: group[name] for name in new} for group, new in zip(groups, changed, strict=True)]

@@ -29,7 +29,8 @@ _LOOK_S: Final = 0.1
 _PORT_AGAIN_S: Final = 1.0
 """Wait between two attempts to listen while another program has the port, or its last connections linger."""
 _END_S: Final = 2.0
-"""How long other processes may take to end as well. Then another one serves, or this one reports that it continues."""
+"""How long other processes may take to end as well. After this time, another process takes over, or this process
+reports that it continues to serve."""
 _HAND_OVER_S: Final = 10.0
 """How long another process may take to start serving: it checks every 0.1 s, and opens a file that is in memory."""
 

@@ -27,8 +27,9 @@ from edl.discovery.served.store import FORMAT, SERVICE
 from edl.discovery.sqlite import RowClaim, SqliteStore
 from edl.discovery.store import Store, check_key, check_prefix, check_value
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError
+from edl.grpc_server import LoopServer, make_server
 from edl.protocol import store as messages
-from edl.protocol.channel import LoopServer, listen, make_server
+from edl.protocol.channel import listen
 from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 
@@ -42,10 +43,12 @@ _FILE_S: Final = 1.0
 """How long a transaction may wait for another process; no other process should use the file."""
 _OPTIONS: Final = (("grpc.max_receive_message_length", 1 << 20),)  # four times the largest value
 TICK_S: Final = 0.1
-"""How often the server checks for expired leases, so others see a death this much later. A check takes 20 µs."""
+"""How often the server checks for expired leases, so other processes see a death up to this much later. A check takes
+20 µs."""
 PAUSE_S: Final = 0.3
 """A tick this late means that the process stalled (garbage collection, a stopped or swapping machine) and read no
-renewals, so leases do not count the pause. Less than a quarter of a 1.5 s lease, after which a client renews."""
+renewals, so leases do not count the pause. The value is less than a quarter of a 1.5 s lease: a client renews after a
+quarter."""
 _CHUNK_NBYTES: Final = 1 << 20
 """Size of a message: gRPC refuses more than 4 MiB by default, and an entry may exceed the chunk by 256 KiB."""
 _CHUNK_ENTRIES: Final = 1000

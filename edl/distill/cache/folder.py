@@ -39,7 +39,8 @@ logger = logging.getLogger("edl.distill")
 
 _DATABASE = "labels.sqlite"
 _PAGE_NBYTES = 8192
-"""Two rows of 1,000 float32. Larger pages speed up reading labels of texts, and slow down reading single rows."""
+"""Room for two rows of 1,000 float32 values. Larger pages make it faster to read the labels of texts, but slower to
+read single rows."""
 _JOURNAL_PAGES = (48 << 20) // _PAGE_NBYTES  # after which the journal is moved into the database, with a sync
 _TABLES = Tables(
     kind="soft-label cache",

@@ -24,8 +24,8 @@ _FULL_PAUSE_S = 0.05  # first pause of a full teacher without a hint: a few batc
 _MAX_FULL_PAUSE_S = 2.0  # longest such pause, which a person hardly notices
 _MAX_HEDGE_TOKENS = 4.0  # hedges that may be saved up: enough for a burst, too few to double a teacher's load
 _HEDGE_EARNINGS = 0.9
-"""Share of the hedging budget that each request earns. Below 1, so that even with all hedges saved up, extra requests
-stay within the budget per thousand."""
+"""Each request adds this multiple of `hedge_budget` to the hedges that may be sent. It is below 1, so that extra
+requests stay within the budget per thousand requests even if all saved hedges are used at once."""
 
 
 _BLAMELESS = (FailureKind.LOST, FailureKind.OVERLOADED)  # not caused by the task
@@ -42,8 +42,8 @@ class _Task:
     first_failed_at: float = 0.0
     again_at: float = 0.0  # when a task that failed everywhere may be sent to the same teachers again
     no_room_at: dict[str, int] = field(default_factory=dict)
-    """How often each teacher had no room for the task. These are asked last; otherwise the task could bounce between
-    them forever while another teacher has room."""
+    """How often each teacher had no room for the task. The teachers with the most refusals are asked last; otherwise
+    the task could be sent back and forth between them forever while another teacher has room."""
 
     def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)

@@ -18,8 +18,8 @@ from edl.distill.dispatch.actions import NO_LIMITS, Limits, Send
 QUEUE_S = 0.010  # seconds of work that may wait at a teacher, if this allows more than one request
 MOST_QUEUED = 4.0  # most requests that `QUEUE_S` may allow to wait at a teacher
 MOST_QUEUED_QUICK = 12.0
-"""The same if a request takes less than `QUICK_S`: a wake-up costs more than the request. With slower requests, a
-larger window would only evict warm memory from the CPU's caches."""
+"""Replaces `MOST_QUEUED` if a request takes less than `QUICK_S`, because a wake-up then costs more than the request.
+For slower requests, a window of this size would only evict warm memory from the CPU's caches."""
 QUICK_S = 0.001  # service time below which, on one host, a message costs more than the request in it
 PROBE_EVERY_S = 10.0  # how long a measured base is used before a request is sent alone to measure it again
 _KEPT = 32  # latencies kept for the median: few enough to follow changes quickly, and enough for quartiles

@@ -43,8 +43,8 @@ logger = logging.getLogger("edl.distill")
 
 _CONNECT_TIMEOUT_S = 5.0  # enough for several round trips around the world; a dead host costs this much
 _MOST_FAILED_CHANNELS = 2
-"""Tensor channels in a row that may end before their first answer, as behind some firewalls. After that, requests first
-use gRPC."""
+"""How many tensor channels in a row may end before their first answer, as behind some firewalls. After that many,
+requests use gRPC at first."""
 _FIRST_BACKOFF_S = 0.1  # a restarting server is missed for at most a few batches
 _LAST_BACKOFF_S = 2.0  # longest pause between attempts to connect
 _LAST_LAPSED_BACKOFF_S = 15.0  # the same for probably dead teachers: a SQLite file may list them until the next boot

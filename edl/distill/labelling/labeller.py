@@ -31,8 +31,8 @@ OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)  # caused by a row, o
 _LOST_LABELS = "either the disk is too slow, or the teachers serve different versions of the model"
 _SETTLE_EVERY = 32  # batches between two waits for the folder, at most
 _LONGEST_PAUSE_S = 2.0
-"""Longest pause of a failing teacher. With more, a few bad rows at the end take minutes each: no successful answer in
-between ends the pause."""
+"""Longest pause of a failing teacher. With longer pauses, a few bad rows at the end would take minutes each, because no
+other row's successful answer ends a pause early."""
 _SEQUENCES_REMEDY = (
     "give it sequences (a .jsonl or .parquet file, an .npz file with --offsets, or a function with --sequences)"
 )

@@ -42,8 +42,8 @@ logger = logging.getLogger("edl.distill")
 
 _LOOK_S = 0.2  # wait for a shard before the worker checks whether it should end: too short for a person to notice
 _FIRST_COMMIT_S, _LAST_COMMIT_S, _COMMIT_SHARE = 0.5, 10.0, 0.02
-"""Time between two commits, each of which waits for the disk: a fiftieth of the time so far, so that a crash costs
-little; at most as long as a person waits for figures."""
+"""Time between two commits, each of which waits for the disk. It is a fiftieth of the run's time so far, so that a
+crash loses little work, and at most as long as a person would wait for new figures."""
 _BUSY_SHARE = 0.05  # of the time that commits may take on a slow disk; meanwhile answers queue
 _MOST_SKIPPED = 64  # labelled shards to take in a row before a report: a folder may have a whole job's labels
 _FEW_ROWS = 8  # a shard with at most this many rows left, and others labelled, probably failed before: try each row

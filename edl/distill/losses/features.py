@@ -11,8 +11,9 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
 _LEAST_ELEMENT = 1e-8
-"""Vectors without a larger element count as zero and get no gradient, which would be as large as they are small. A
-smaller bound would take rounding errors (about 1e-9 for float32 probabilities around 0.01) for directions."""
+"""Vectors without a larger element count as zero and get no gradient, because the gradient grows as a vector gets
+smaller. With a smaller bound, rounding errors (about 1e-9 for float32 probabilities around 0.01) would be taken for a
+direction."""
 
 
 def _unit_vectors(vectors: Tensor) -> Tensor:

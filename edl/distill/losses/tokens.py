@@ -37,8 +37,8 @@ TokenCount = int | float | Tensor | None
 """Divisor of a sum over tokens; None for the number of tokens that the mask keeps in this call."""
 
 _CHUNK_LOGITS = 2**25
-"""Logits per chunk: 128 MiB in float32, with a handful of copies alive at once. With a few hundred tokens or fewer per
-chunk, the head's matrix product no longer fills an accelerator."""
+"""Logits per chunk: 128 MiB in float32, of which a few copies exist at once. With only a few hundred tokens per chunk,
+or fewer, the head's matrix product no longer fully uses an accelerator."""
 
 _USUAL_VOCABULARY = 2**17  # if neither labels nor head give its size
 
@@ -137,8 +137,8 @@ KLEstimator: TypeAlias = Literal["k1", "k3"]
 """Estimators of a KL divergence from samples, named as by Schulman."""
 
 _MOST_NATS = 20.0
-"""Largest absolute log-ratio of a sampled token (e^20 is 5e8). float32 overflows at e^88; long before that, a single
-token that one model finds almost impossible would dominate the loss."""
+"""Limit for the absolute log-ratio of a sampled token (e^20 is 5e8). float32 overflows at e^88. Well below that, a
+single token that one of the models finds almost impossible would dominate the loss."""
 
 
 def token_log_probabilities(student_logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> Tensor:

@@ -37,8 +37,8 @@ from edl.settings import Credentials
 logger = logging.getLogger("edl.distill")
 
 _EXCESS = 2
-"""Multiple of `memory_bytes` that answers may take before requests are cancelled. With 1, varying text lengths would
-often waste teachers' work."""
+"""Multiple of `memory_bytes` that answers may take before requests are cancelled. With 1, variations in text length
+would often cause requests to be cancelled, and teachers' work to be wasted."""
 _CLOSE_S = 10.0  # for the connections of a service; gRPC takes milliseconds, and a hanging host is abandoned
 
 

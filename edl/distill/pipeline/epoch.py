@@ -25,8 +25,8 @@ from edl.notifier import Notifier
 logger = logging.getLogger("edl.distill")
 
 READING: dict[Epoch, object] = {}
-"""Epochs with running feeding threads, each with the loader or iterator that it reads and that other readers may need.
-Sources that create an iterator per reader are not listed."""
+"""Epochs with running feeding threads, by epoch: the loader or iterator that the thread reads and that other readers
+may need. Sources that create a new iterator for each reader are not listed."""
 
 
 class SourceClock:

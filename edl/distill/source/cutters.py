@@ -33,8 +33,9 @@ _OTHER_ROWS = "the rows of all sequences must have one shape; only the number of
 _MASK = "tokens"  # the user's argument for the mask
 _REQUESTS_WAITING = 4  # requests that a teacher's queue should hold, so that the next one is always ready
 _MOST_OVERTAKING = 4
-"""How many full requests of other services may overtake a partly filled one. Readers keep at least eight open, so it
-is still sent in time. With fewer, requests of rare routes would hold a row or two."""
+"""How many full requests of other routes may overtake a partly filled request. Readers keep at least eight requests
+open, so the overtaken request is still sent in time. With a smaller number, requests of rare routes would hold only a
+row or two."""
 
 Getter = Callable[[Any], Any]
 Prepare = Callable[[Mapping[int | None, int]], None]

@@ -60,11 +60,11 @@ def _weight_of_objects(array: Array) -> int:
 _SMALL_NBYTES = 32 << 10  # copied in a microsecond or two, faster than any sum
 _COLUMNS = 509  # prime, so that swapped rows change columns too; enough for SIMD, and fits in the L1 cache
 _WHOLE_NBYTES = 1 << 20
-"""Bytes summed in a tenth of a millisecond. One-hot labels of 256 rows and 1,000 classes, of which only a few words
-differ between batches, are below this size."""
+"""Number of bytes that can be summed in a tenth of a millisecond. One-hot labels of 256 rows and 1,000 classes are
+below this size; between batches, only a few of their words differ."""
 _WORDS = 384
-"""Words read of a larger array, each a cache miss. numpy keeps the GIL while it reads up to 500; reacquiring it takes
-ten times as long."""
+"""Number of words read from a larger array; each read is a cache miss. numpy keeps the GIL while it reads up to 500
+words; reacquiring the GIL would take ten times as long as the reads."""
 
 _random = np.random.default_rng()  # a new seed in each process, so that no data can be crafted for the positions
 

@@ -212,8 +212,9 @@ class DistillArguments:
 
 
 _HEAD_TOLERANCE = 0.02
-"""Largest difference between the head's logits and the model's, relative to the largest logit. Sums in bfloat16 (8
-bits) in a different order differ by less than 1 %; a soft cap or a scale that matters changes more."""
+"""Largest difference between the head's logits and the model's, relative to the largest logit. If bfloat16 values (8
+bits) are summed in a different order, the sums differ by less than 1 %; a soft cap or a scale that matters makes a
+larger difference."""
 
 
 def student_loss(

@@ -139,7 +139,8 @@ _ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DE
 
 
 _NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
-"""gRPC's local messages for a refused answer. The status code alone could also be from the teacher."""
+"""Messages of the local gRPC library when it refuses an answer. The status code alone could also come from the
+teacher."""
 _REMEDY = "answers must not be compressed, nor be larger than Options(max_answer_bytes=...)"
 _LONGEST_HINT_S = 60.0  # longest pause that a teacher may request; a full queue is processed sooner, or never
 

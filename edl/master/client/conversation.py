@@ -43,7 +43,8 @@ _IDLE_S: Final = 3600.0  # new work wakes the thread
 _CLOSE_S: Final = 3.0  # for `close` to send the last reports; an unclosed session expires by itself
 _DONE_S: Final = 5.0  # without a master until a done job counts as over: another master may start
 _RESUME_RETRY_S: Final = 1.0
-"""Time between attempts to resume at a mark that another reader holds: it may be dead, and its session will expire."""
+"""Time between attempts to resume at a mark that another reader holds. That reader may be dead; then its session will
+expire."""
 _ASK_S: Final = 0.01  # between requests for shards while there are none, so that the master is not flooded
 _MOST_REPORTS: Final = 4096  # per turn, so that a turn is applied in milliseconds
 

@@ -387,7 +387,8 @@ def _count_of(requests: Amounts, free: Amounts) -> int:
 
 
 _KEPT_S: Final = 60.0
-"""How long the last capacity is valid while the API server does not answer. Then access was probably withdrawn."""
+"""How long the last capacity stays valid while the API server does not answer. After that, access was probably
+withdrawn."""
 
 
 class CapacityWatch:

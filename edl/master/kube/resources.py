@@ -153,7 +153,7 @@ class MemberOwner:
 def _read_owner(
     resource: Mapping[str, Any], spec: FieldReader, *, default_store: str, default_min: int, default_grace_period_s: int
 ) -> dict[str, Any]:
-    """The API server sets all metadata except the name, so it is not checked."""
+    """Read an owner's fields; of its metadata only the name is checked, because the API server sets the rest."""
     found = resource.get("metadata")
     metadata: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     name = str(metadata.get("name") or "")

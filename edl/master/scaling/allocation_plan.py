@@ -16,10 +16,11 @@ from typing import Final
 from edl.master.scaling.workers import ThroughputModel, compute_realloc_factor
 
 _NO_WORKERS: Final = 0.5
-"""A job without workers counts as if it had this many, since log 0 is not finite. With less, jobs whose minimum is 0
-would take their first worker before any other job may grow."""
+"""A job without workers counts as if it had this many, since log 0 is not finite. With a smaller number, jobs whose
+minimum is 0 would take their first worker before any other job may grow."""
 _HORIZON_S: Final = 1800.0
-"""No gain is counted further ahead: the mix of jobs will have changed. Also assumed if a job reports no time."""
+"""Gains further ahead than this are not counted: by then the mix of jobs will have changed. This is also the remaining
+time assumed for a job that reports none."""
 _LINEAR: Final = ThroughputModel(1.0, 0.0)
 
 

@@ -28,10 +28,12 @@ from edl.master.scaling.allocation_plan import AllocationPlan, JobRequest
 PATIENCE_S: Final = 3600.0
 """Once a job has waited this long, no later job starts before it. Until then its share is lent."""
 _MAX_NODES_EXAMINED: Final = 30_000
-"""Most nodes that an exchange checks in a pass, about 10 us each. If all workers have one size, the first node
-suffices, and a pass checks no more nodes than it moves workers; workers of whole nodes would need a check of all."""
+"""Most nodes that an exchange checks in a pass; each check takes about 10 us. If all workers have one size, the first
+node suffices, and a pass checks no more nodes than it moves workers. If workers take whole nodes, all nodes would have
+to be checked."""
 _LEAST_DIFFERENCE: Final = 1e-9
-"""A gain that exceeds a loss by less than this is rounding: it could be found in the other direction, over and over."""
+"""If a gain exceeds a loss by less than this, the difference is a rounding error: it could be found in the other
+direction, over and over."""
 
 
 @dataclass(frozen=True)

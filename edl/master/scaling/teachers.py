@@ -30,8 +30,9 @@ from edl.load_reporting import ServiceLoad
 
 _ROUNDING = 1e-9  # share by which a quotient or a change may exceed a limit through rounding alone
 _RECENT_SHARE = 1 / 3
-"""The last part of the time for which demand must be high; the number moves to the largest N* in it. A single reading
-may be low by noise, which would need another step, and the first ones may be high because students prefetch."""
+"""Demand must be high for some time; this is the share of that time, at its end, whose largest N* becomes the new
+number. A single reading may be too low because of noise, and would then make another step necessary. The first readings
+may be too high because students prefetch."""
 _NO_TIMES: Mapping[str, Any] = {
     "high_since_s": None,
     "high_recent": (),
@@ -54,8 +55,8 @@ class TeacherScalingSettings:
     most_growth: float = 2.0  # and then the number of teachers grows by this factor at most
     least_gain: float = 0.2  # a step up that gains less than this share of the expected rows is undone
     rates_s: float = 15.0
-    """Window of the rates, for which they still include the time before a change. While they fall, the window of a move
-    down restarts."""
+    """Window over which rates are measured: for this long after a change, they still include the time before it. While
+    the rates fall, the window for a move down restarts."""
     judge_s: float = 30.0  # from the readiness of a step's teachers until it is judged; longer than `rates_s`
     least_expected: float = 0.15  # a step is judged if its expected gain is this share of the demand: less is noise
     retry_s: float = 60.0  # an undone step is retried after this time, then after twice that, ...,

@@ -62,11 +62,13 @@ class TerminationReport:
     """Evidence about an ended worker, as plain values that an agent, an operator and a test can all fill."""
 
     exit_code: int | None = None
-    """Exit code of the process or container; a signal is negative as in Python, or above 128 as in Kubernetes."""
+    """Exit code of the process or container. For a signal, the code is negative as in Python, or above 128 as in
+    Kubernetes."""
     signal: int = 0  # that killed it, if a source other than the exit code says so; 0 for none
     oom_kills: int | None = None
-    """Growth of its cgroup's counter `oom_kill` (`edl.cgroups`) since its present processes started. If counted from
-    earlier, a kill that the job survived would look like the cause."""
+    """By how much the counter `oom_kill` of the worker's cgroup (`edl.cgroups`) has grown since the worker's present
+    processes started. If the growth were counted from an earlier time, a kill that the job survived would look like the
+    cause."""
     agent_cause: str = ""  # the agent's verdict on its workers: a value of `edl.collective`'s `ExitCause`
     pod_phase: str = ""  # `status.phase`
     pod_reason: str = ""  # `status.reason`, such as `Evicted`
@@ -303,7 +305,8 @@ RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
     TerminationCause.NOT_STORED: (),  # another pod would find the job done and nothing to store
     TerminationCause.UNKNOWN: (RelaunchRule(_NEW, 3),),
 }
-"""Actions to try, in this order, before the job stops. `edl run` also restarts up to ten times without progress."""
+"""Actions to try, in this order, before the job stops. In addition, `edl run` restarts its workers up to ten times
+without progress."""
 
 
 def decide_relaunch(

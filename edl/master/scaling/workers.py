@@ -34,15 +34,17 @@ from typing import Any, Final, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 _FORGOTTEN: Final = 1e-3
-"""A size whose weight fell below this is forgotten: ten half-lives after a single sample. Kept longer, a rate from
-another epoch, data set or machine would still bend the line if only two sizes are known."""
+"""A size is forgotten once its weight falls below this, which takes ten half-lives after a single sample. If it were
+kept longer, a rate from another epoch, data set or machine would still affect the line when only two sizes are
+known."""
 _HALF_LIFE_S: Final = 3600.0  # after which a sample's weight has halved
 MIN_SAMPLES: Final = 3  # rates to measure at the present size before the next move
 _HORIZON_S: Final = 3600.0
-"""Assumed if a job reports no remaining time, and most of any: by then the mix of jobs will have changed."""
+"""The remaining time assumed if a job reports none, and the upper limit for any reported time: by then the mix of jobs
+will have changed."""
 MIN_EFFICIENCY: Final = 0.35
-"""T(n) / (n T(1)) below which a worker is not worth its place: the lower end of the band in which AdaptDL's scheduler
-keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`)."""
+"""The value of T(n) / (n T(1)) below which a worker is not worth its place: the lower end of the range in which
+AdaptDL's scheduler keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`)."""
 GIVE_BACK_BELOW: Final = 0.75 * MIN_EFFICIENCY  # noise moves no worker
 EXPLORE_FACTOR: Final = 2  # next size to try, relative to the largest tried one
 _WINDOW_S: Final = 600.0  # over which the rate of done work is taken: enough for shards that take minutes

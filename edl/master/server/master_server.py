@@ -40,6 +40,7 @@ from edl.errors import (
     LeaseLostError,
     SettingsError,
 )
+from edl.grpc_server import LoopServer, make_server
 from edl.master.journal import Journal, open_journal, set_aside
 from edl.master.naming import MESSAGE_NBYTES, candidacy, read_report, report_key
 from edl.master.scaling.workers import UnitRates
@@ -54,7 +55,7 @@ from edl.master.shards import ShardBook
 from edl.master.shards.units import check_spec, describe_difference
 from edl.notifier import Notifier
 from edl.protocol import master as messages
-from edl.protocol.channel import LoopServer, listen, make_server
+from edl.protocol.channel import listen
 from edl.protocol.tls import CredentialFiles
 from edl.quoting import shown
 from edl.settings import Credentials, DiscoverySettings
@@ -66,15 +67,16 @@ _LOOK_S: Final = 0.05  # how often a candidate checks whether it leads, without 
 _RIVAL_S: Final = 1.0  # how often a candidate that stands by asks the Store who leads
 _RETRY_S: Final = (0.5, 5.0)  # seconds, first and longest wait before reloading the journal from an unreachable Store
 _FENCED_LEASES: Final = 20
-"""A leader that loses its journal takes it back, but only once per this many leases: the master that took it may be
-dead. A live master, in another Store, takes it again within two leases."""
+"""A leader whose journal was taken takes it back, but only once per this many leases: the master that took the journal
+may be dead. If that master is alive, with a different Store, it takes the journal again within two leases."""
 _IN_STORE: Final = "store"
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
     ("grpc.max_send_message_length", MESSAGE_NBYTES),
 )
 _BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Buckets of commit times in seconds: a disk takes 1 ms, a Store of several hosts up to its deadline of 5 s."""
+"""Buckets for commit times in seconds: a disk takes 1 ms, and a Store on several hosts takes up to its deadline of 5
+s."""
 _WINDOW_S: Final = 15.0  # rates are averages over this time: a shard may take seconds
 _FLUSH_S: Final = 2.0  # for a report to reach the Store
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "*", "")

@@ -31,7 +31,8 @@ _MOST_WANTED: Final = 10_000
 _MOST_EVENTS: Final = 1000  # a replay of commands, which removes none, must not accumulate them
 _MOST_ENDED: Final = 1024  # ended sessions and leases remembered: late reports arrive within minutes
 _MOST_EXPLAINED: Final = 20
-"""Refused reports per turn that name the shard's current holder: with ten thousand leases, a search takes 1 ms."""
+"""Most refusals per turn that name the shard's current holder: with ten thousand leases, each search for it takes 1
+ms."""
 _WAIT_S: Final = 0.5
 """Interval at which a reader that got no shard asks again: a thousand waiting readers send 2,000 turns a second."""
 

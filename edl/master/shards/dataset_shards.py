@@ -40,7 +40,8 @@ _FORMAT: Final = 1  # of an envelope's contents: another version of EDL may refu
 _CHECKSUM_NBYTES: Final = 4  # a CRC-32
 _PROGRESS: Final = b"EDL progress\0"
 _MARKS_KEPT: Final = 16
-"""Most marks of a reader. A job keeps a few checkpoints; each mark lists the units consumed since the last."""
+"""Most marks kept for a reader. A job keeps a few checkpoints; each mark lists the units consumed since the previous
+mark."""
 _MOST_REASON: Final = 300  # characters: a million poisoned shards must fit into memory
 _MOST_HISTORIES: Final = 1000  # more than a job has; a forgotten reader cannot be resumed
 _MOST_POISONED: Final = 50  # shown with their reasons: a report must stay below 200 KB

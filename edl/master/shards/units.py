@@ -23,10 +23,12 @@ MOST_UNITS: Final = 2**62  # the sum of two such numbers still fits into 64 bits
 _MOST_SHARDS: Final = 2**40  # per epoch: permutations of this size are tested
 _MOST_SECONDS: Final = 30 * 86_400.0  # a month without a heartbeat is forever
 _MOST_PASSES: Final = 20
-"""How often a failed shard is withheld from the holder that failed it while there are other holders: about ten seconds
-of turns if it finds nothing else. Without a limit, a live holder that requests nothing would stop everything."""
+"""How often a failed shard is withheld from the holder where it failed while there are other holders. This takes about
+ten seconds of turns if the holder gets nothing else. Without a limit, a live holder that requests nothing would stop
+everything."""
 _MOST_LOOKS: Final = 64
-"""Failed shards searched for one that this holder may have; without a limit, a turn's cost would grow with them."""
+"""Most failed shards that are searched for a shard that this holder may have; without a limit, the cost of a turn would
+grow with the number of failed shards."""
 _CHUNK: Final = 1024  # positions computed together, to spread numpy's cost per call; the first waits 0.2 ms
 
 

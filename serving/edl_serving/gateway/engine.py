@@ -270,8 +270,8 @@ generated, and SGLang reserves more (`max_req_input_len` in its scheduler)."""
 _ENTRY_BYTES = 512
 """Largest size of an entry in JSON. Most take about 70 bytes; more if vLLM spells out a token of many spaces."""
 _PROBE_TOLERANCE = 0.5
-"""How far the probe's log-probabilities may differ with the same weights. A bfloat16 logit of 16 to 32 is exact to an
-eighth, and a restarted engine may round differently."""
+"""How much the probe's log-probabilities may differ with the same weights. A bfloat16 logit between 16 and 32 has a
+precision of 1/8, and a restarted engine may round differently."""
 _MOST_K = re.compile(r"max(?:imum)? allowed:? (\d+)")
 
 

@@ -36,8 +36,8 @@ _HARMLESS_MODULES: Final = {
     "argparse", "collections", "copy", "dataclasses", "datetime", "enum", "glob", "itertools", "json", "math",
     "pathlib", "platform", "re", "string", "textwrap", "time", "typing", "uuid", "warnings",
 }  # fmt: skip
-"""Modules of which no call changes what a later import does. Some packages ask at their import whether the root logger
-has handlers, or draw a number, so not `logging` and `random`."""
+"""Modules whose functions never change what a later import does. `logging` and `random` are not among them, because
+some packages, when imported, check whether the root logger has handlers or draw a random number."""
 _HARMLESS_CALLS: Final = {
     "logging.getLogger", "os.cpu_count", "os.environ.get", "os.getcwd", "os.getenv", "os.getpid", "os.makedirs",
     "socket.gethostname",

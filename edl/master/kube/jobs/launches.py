@@ -29,7 +29,8 @@ from edl.master.kube.members.records import MemberRecord
 from edl.master.kube.resources import ElasticJob
 
 GROWTH_CLASS: Final = "edl-growth"
-"""The WorkloadPriorityClass of workers above the minimum: below that of groups, which Kueue serves first."""
+"""The WorkloadPriorityClass of workers above the minimum. It is below the class of groups, so Kueue serves groups
+first."""
 _MAX_NAME_CHARS: Final = 63  # a label value, as which Kueue uses a group's name; a budget's name may be longer
 
 
@@ -120,10 +121,11 @@ WORKER: Final = "worker"
 MASTER: Final = "master"
 _SAVING_SHARE: Final = 0.8  # of a pod's grace period, for workers to end; the agent needs the rest to report why
 _MOST_NODES: Final = 10_000
-"""More than any job has. With `maxReplicas` here, running workers would refuse new ones after it was raised."""
+"""More nodes than any job has. With `maxReplicas` instead, running workers would refuse new workers after `maxReplicas`
+was raised."""
 _TAKEOVER_S: Final = 45
-"""Workers continue without an `edl:` store for 0.8 of this, enough for its pod to restart elsewhere (30 s). If all
-workers die without notice, new ones wait this long."""
+"""Workers continue without an `edl:` store for 0.8 of this time, which is enough for the store's pod to restart on
+another node (30 s). If all workers die without notice, new workers wait this long."""
 _MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
 """A master holds the state of shards, not data. If it had the workers' resources, it would take a GPU."""
 

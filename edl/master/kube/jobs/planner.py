@@ -55,9 +55,11 @@ from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause
 
 PROBE_S: Final = 20.0
-"""A worker above the minimum that no node takes within this time is removed: others may wait for the same room."""
+"""A worker above the minimum is removed if no node takes it within this time: other pods may be waiting for the same
+room."""
 _GIVING_S: Final = 60.0
-"""Extra time if the arbiter has assigned it room: the present holder has a grace period to leave it."""
+"""Extra time for a worker to which the arbiter has assigned room: the present holder of the room has a grace period to
+leave."""
 _MOST_CREATED: Final = 100  # per reconciliation, so that other resources and the API server get their turn
 _NEXT_CREATED_S: Final = 0.5
 _MOST_BACKOFF_S: Final = 300.0  # as in the relaunch table: people forget whatever waits longer
@@ -184,7 +186,8 @@ def _back_off(record: MemberRecord, now_s: float) -> MemberRecord:
 
 
 _ENDING_S: Final = 60.0
-"""How long the other workers may take to end, storing their last states, or their grace period if that is longer."""
+"""How long the other workers may take to store their last states and end. Their grace period applies instead if it is
+longer."""
 _MOST_NOTES: Final = 5
 _MOST_EVENT_CHARS: Final = 900  # the API takes 1,024 bytes, and its recorder cuts off a traceback's end
 _START_LOOK_S: Final = 30.0  # to recheck workers that do not start: a missing volume or secret changes no pod

@@ -198,7 +198,8 @@ def _describe(key: str, end: MemberEnd, text: str) -> JobFailure:
 
 
 _ESTIMATE_STEP: Final = 0.1
-"""Share by which an estimate must change to be rewritten: each write notifies everyone who watches the job."""
+"""An estimate is rewritten only if it changes by at least this share: each write notifies everyone who watches the
+job."""
 
 
 SOON_S: Final = 0.5  # least time until a requeue: times in statuses have whole seconds

@@ -26,8 +26,8 @@ POD_ADDRESS: Final = "$(EDL_POD_IP)"
 DEFAULT_COMMAND: Final = ("edl",)
 TERMINATION_LOG: Final = "/dev/termination-log"
 UNREACHABLE_S: Final = 30
-"""A pod leaves an unresponsive node after this time, not Kubernetes' 300 s: a job waits for it. With much less, a
-restart of the kubelet would lose its pods."""
+"""A pod is removed from an unresponsive node after this time, instead of Kubernetes' 300 s, because a job waits for the
+pod. If this were much shorter, a restart of the kubelet would lose the node's pods."""
 _LOST_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 

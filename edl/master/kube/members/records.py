@@ -31,11 +31,13 @@ from edl.master.scaling.terminations import (
 )
 
 MAX_MESSAGE_CHARS: Final = 400
-"""Most characters of a last end's message: a thousand members then take 0.4 MB of etcd's 1.5 MB per object."""
+"""Most characters kept from the message of a member's last end: a thousand members then take 0.4 MB of etcd's 1.5 MB
+per object."""
 MAX_MEMORY_FACTOR: Final = MEMORY_STEP**3  # the relaunch table's three steps: a status with more was written by hand
 _PACE_S: Final = 10.0
 _BURST_S: Final = 40.0
-"""A member gets a pod every `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once, to spare the cluster."""
+"""To limit the load on the cluster, a member gets one pod every `_PACE_S` seconds in the long run, and at most
+`_BURST_S / _PACE_S` more at once."""
 _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
 """A member's role and index; other keys, written by hand, are ignored."""
 

@@ -165,7 +165,8 @@ class WorkQueue:
 
 _BEAT_S: Final = 1.0
 _GROUP_DELAY_S: Final = 0.05
-"""Pod events of a resource within this time need a single reconciliation: thirty workers may end at the same moment."""
+"""All pod events of a resource within this time cause a single reconciliation: thirty workers may end at the same
+moment."""
 _RELIST_RATE: Final = 20.0  # reconciliations per second after a new list
 _RELIST_MOST_S: Final = 60.0
 _OWNERS: Final = {JOB_LABEL: ELASTIC_JOBS.plural, POOL_LABEL: TEACHER_POOLS.plural}

@@ -71,7 +71,8 @@ class OperatorHealth:
 
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Reconciling a resource at rest takes two requests of a few milliseconds; one that times out takes thirty seconds."""
+"""Reconciling a resource at rest takes two requests of a few milliseconds each; a request that times out takes thirty
+seconds."""
 
 
 class OperatorMetrics:

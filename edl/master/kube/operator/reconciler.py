@@ -88,8 +88,8 @@ _KEPT_S: Final = 900.0  # then an object is rewritten, which restores a disrupti
 
 
 SCALED_BY: Final = "edl.io/scaled-by"
-"""Annotation by which an object's owner lets a pool, by name, scale it. Otherwise the author of a pool could scale
-anyone's objects with the operator's permissions."""
+"""Annotation with the name of the pool that an object's owner allows to scale the object. Without it, the author of a
+pool could scale anyone's objects with the operator's permissions."""
 _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "ReplicaSet": "replicasets"}
 """Plurals of scalable kinds. For other kinds an "s" is added, as in most CRDs."""
 
@@ -126,13 +126,15 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
 
 _CONFLICT_RETRY_S: Final = 0.2  # before rereading a resource that changed since it was read
 _MOST_WARNED: Final = 1000
-"""Most warnings remembered, so that they are logged once: pods with a resource's label that are not members."""
+"""Most warnings that are remembered, so that each is logged only once. They are about pods that have a resource's label
+but are not members."""
 _REFUSALS: Final[Mapping[type[Exception], str]] = {
     InvalidObjectError: "ObjectRefused",
     AccessDeniedError: "AccessDenied",
     QuotaExceededError: "QuotaExceeded",
 }
-"""Reasons for the condition `Accepted` if the API server accepts the spec, but refuses an object built from it."""
+"""Reasons for the condition `Accepted` if the API server accepts the spec, but refuses an object built from that
+spec."""
 
 
 class ResourceHandling(NamedTuple):

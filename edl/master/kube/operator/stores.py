@@ -177,8 +177,8 @@ _WATCH_S: Final = 1.0  # longest wait for a snapshot, and so of `close`
 _PROGRESS_S: Final = 10.0  # at most this often, as each change of a status is a write; a master reports each second
 _AWAY_S: Final = 30.0  # until resources say so: a store that is being replaced is unreachable for seconds
 _SILENT_S: Final = 600.0
-"""After this time without a write, the number of wanted workers is outdated: an advisor writes every ten seconds, and a
-master that lost its node is back within two minutes."""
+"""If the number of wanted workers was not written for this long, it is outdated: an advisor writes it every ten
+seconds, and a master that lost its node is back within two minutes."""
 _UNANSWERED: Final = "it has not answered yet"
 
 

@@ -54,11 +54,11 @@ METRICS_PORT: Final = 8002
 _METRICS_NAME: Final = "metrics"
 """Name of the port for metrics, by which the chart's PodMonitor `edl-teachers` finds the port."""
 _EXIT_MARGIN_S: Final = 2.0
-"""Seconds of the grace period for all but draining: the kubelet's SIGTERM, deregistration, closing the model and
-exiting. With less, a teacher that drains until its deadline is killed before it leaves discovery."""
+"""Seconds of the grace period that are not used for draining, but for the kubelet's SIGTERM, deregistration, closing
+the model and exiting. With less time, a teacher that drains until its deadline is killed before it leaves discovery."""
 _LINGER: Final = "100ms"
-"""How long a leaving teacher still takes requests after discovery shows it as draining, which its students' watches
-learn within about 10 ms. The pod that takes its GPU waits for this too."""
+"""How long a leaving teacher still accepts requests after discovery shows it as draining; its students' watches see
+this within about 10 ms. The pod that takes over the teacher's GPU also has to wait for this time."""
 _LOADING_S: Final = 1800  # to load and warm up a model before the kubelet restarts its container
 _QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 """https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/"""
@@ -242,7 +242,8 @@ _START_LOOK_S: Final = 30.0
 """Interval for rechecking teachers that do not start: their pods' events are read at the same interval."""
 _TARGET_LOOK_S: Final = 15.0  # to recheck the object of a `scaleTargetRef` that has the desired scale
 _LEAVING_LOOK_S: Final = 1.0
-"""Interval for rechecking whether an outdated teacher is gone, and whether the watch of idle capacity has seen that."""
+"""Interval for rechecking whether an outdated teacher is gone, and whether the watch for idle capacity has noticed
+that."""
 
 
 def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:

@@ -20,8 +20,8 @@ _LENGTH = 8
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 """Configuration settings that change logits after the head. A probe with small logits may not show the change."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Largest difference that counts as equal, relative to the standard deviation of the logits: above the rounding of one
-computation in two shapes, and far below the influence of a token."""
+"""Largest difference that counts as equal, relative to the standard deviation of the logits. It is larger than the
+rounding differences between two shapes of one computation, and far smaller than the influence of a token."""
 
 
 def sample_ids(vocabulary: int, length: int, seed: int = 0) -> torch.Tensor:

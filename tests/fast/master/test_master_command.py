@@ -162,7 +162,7 @@ def test_growing_text_ends_or_breaks(start: Start, client: MasterClient, tmp_pat
         (("--session", "nan"), "--session nan: expected a duration"),
         (("--new", "--host", "256.1.1.1"), "master: cannot listen at 256.1.1.1"),
         (("--new", "--token-file", "/no/such/file"), "/no/such/file"),
-        (("--retry-poisoned", "--journal", "store:"), "no master has run a job 'job' here; known jobs: none"),
+        (("--retry-poisoned", "--journal", "store:"), "no master has run a job named 'job' here; known jobs: none"),
         (("--new", "--min-workers", "5", "--max-workers", "1"), "--max-workers 1"),
     ],
 )

@@ -165,8 +165,8 @@ INCOMPLETE = [
     ({"ca": "ca.pem"}, True, "a server needs one, --tls-cert"),
     ({"server_name": "a"}, False, "no server can be verified"),
     ({"cert": "a.pem", "key": "a.key"}, False, "no server can be verified"),
-    ({"ca": ""}, False, "ca must be text"),
-    ({"token_file": 3}, False, "token_file must be text"),
+    ({"ca": ""}, False, "ca must be non-empty text"),
+    ({"token_file": 3}, False, "token_file must be non-empty text"),
 ]
 
 

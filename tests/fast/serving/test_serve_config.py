@@ -239,7 +239,7 @@ def test_targets_that_do_not_exist_are_named(
         (lambda: ServerSettings("m", max_message_bytes=2**31), f"max_message_bytes={2**31}"),
         (lambda: TensorSpec("", "FP32"), "name"),
         (lambda: TensorSpec("x", "FLOAT"), "'x'.*'FLOAT'"),
-        (lambda: TensorSpec("x", "FP32", (3, -2)), "'x'.*size of -2"),
+        (lambda: TensorSpec("x", "FP32", (3, -2)), "'x'.*dimension of size -2"),
     ],
 )
 def test_impossible_settings_are_named(made: Callable[[], object], said: str) -> None:

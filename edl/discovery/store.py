@@ -282,7 +282,7 @@ class Election(Resource):
 
         False from the moment its lease may have expired, before any other candidate can lead. Check it before every
         write that only a leader may make. A write that takes longer than the rest of the lease may still arrive after
-        another candidate leads, so use `compare_and_set` for such writes. False after `close`.
+        another candidate has become the leader, so use `compare_and_set` for such writes. False after `close`.
         """
         if not self._closed:
             self._check_process()

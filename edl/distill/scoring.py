@@ -523,7 +523,7 @@ def _check_generated(number: int, prompts: Any, sequences: Any) -> None:
     if hasattr(sequences, "__len__") and len(sequences) < least:
         raise SourceError(
             f"generate returned {len(sequences)} sequences for batch {number}, which has {least} prompts or more: "
-            "return at least one for each, in their order"
+            "return at least one for each prompt, in the same order"
         )
 
 

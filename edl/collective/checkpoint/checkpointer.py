@@ -96,8 +96,8 @@ class Checkpointer:
     for it.
 
     As a context manager, the `Checkpointer` also saves the state after the last step if the block ends without an
-    error, because that state contains the finished model. It does not save that step if the block ends by `sys.exit`,
-    which a signal handler may call in the middle of a step.
+    error, because that state contains the finished model. It does not save that step if the block is left through
+    `sys.exit`, which a signal handler may call in the middle of a step.
 
     Pass at most one of `overhead`, `interval_s` and `interval_steps`.
 

@@ -2,8 +2,8 @@
 
 Lightning's own checkpoints resume at the first batch of an epoch, lack the values logged in that epoch, and follow
 their own rules for hooks at the start and end of the epoch. So Lightning is not told about the restart. Instead, its
-loops are set to the saved position, and the methods that deal with it are wrapped. A state is saved before a batch is
-read, so that random numbers that the dataset draws in this process are restored too.
+loops are set to the saved position, and the methods that deal with this position are wrapped. A state is saved before a
+batch is read, so that random numbers that the dataset draws in this process are restored too.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def batch_size_at(position: int, length: int, batch: int, tail: Tail) -> int:
 
 
 def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
-    """Return the positions in a global batch of `samples` samples that a rank trains.
+    """Return the positions, in a global batch of `samples` samples, of the samples that a rank trains on.
 
     Shares are consecutive, in the order of the ranks, and differ by at most one sample. A share has at least `least`
     samples unless it is empty or the whole batch has fewer samples. The last ranks' shares may be empty.

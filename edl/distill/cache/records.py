@@ -124,7 +124,9 @@ def as_ids(ids: Ids) -> list[SampleId]:
         try:
             sample.encode() if isinstance(sample, str) else sample.to_bytes(8, "little", signed=True)
         except (OverflowError, UnicodeEncodeError) as exc:
-            raise SettingsError(f"sample id {sample!r}: integers must fit 64 bits, and strings UTF-8: {exc}") from exc
+            raise SettingsError(
+                f"sample id {sample!r}: an integer must fit in 64 bits, a text in UTF-8: {exc}"
+            ) from exc
     return samples
 
 

@@ -523,7 +523,7 @@ class DatasetShards:
         beginning = master.ProgressState(spec=self.spec, units=self.cursor.units)
         state = beginning if data is None else open_envelope(_PROGRESS, "progress of a data set", data, type(beginning))
         if not is_same_spec(state.spec, self.spec):
-            raise ConflictError(f"data set {self.name}: the progress is of a data set with a different specification")
+            raise ConflictError(f"data set {self.name}: the progress belongs to a different specification")
         now, size = self.cursor, self.spec.shard_size
         if now.is_stream and state.position > now.units:
             raise ConflictError(

@@ -6,7 +6,7 @@ engine might otherwise apply the model's own generation settings.
 
 In an engine's answer, position p holds the prediction of token p itself, while row t of EDL's labels holds the
 prediction of token t + 1. So a sequence of T tokens is sent with one more token at its end, and row t is read from
-position t + 1. Any token will do, because a causal model's predictions depend only on the tokens before.
+position t + 1. Any token will do, because each of a causal model's predictions depends only on the tokens before it.
 
 Labels for one position must not be mistaken for labels for another. vLLM lists the prompt's own token at every
 position. This token must be in the list; if it makes the list longer than k, its value must be the smallest. SGLang

@@ -13,7 +13,7 @@ and agents need not ask one another.
     replicas/NODE-0.0, .1 the last two of another node's local rank 0, as its agent sent them
     replicas/wanted       the agent's request to keep the next state
 
-The request identifies the newest state that was sent completely. A worker that has kept a newer state than that does
+The request identifies the newest state that was sent completely. If a worker has already kept a newer state, it does
 not agree to keep another. So on every node, the older of two kept states has a replica until the newer state has one.
 When all ranks agree to keep a third state, the first is removed before the third is written.
 """

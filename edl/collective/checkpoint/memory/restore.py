@@ -305,7 +305,7 @@ def _require_slot(held: _LocalSlots, plan: RestorePlan, part: int) -> CompleteSl
     found = next((slot for slot in (*held.own, *held.replicas) if plan.matches_slot(slot.header, part)), None)
     if found is None:
         raise ProtocolError(
-            f"the state after step {plan.step} was in memory, but is gone: is another process using it?"
+            f"the state after step {plan.step} was in memory, but is gone: is another process using this memory?"
         )
     return found
 
@@ -358,7 +358,7 @@ def _receive_slot(slots: SlotPair, src: int, group: ranks.Group) -> None:
 def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
     """Return data that was read from a slot that no other process should write to."""
     if read is None:
-        raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
+        raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using this memory?")
     return read
 
 

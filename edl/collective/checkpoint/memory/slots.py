@@ -172,7 +172,7 @@ def kept_prefix(prefix: Path) -> Path:
 
 
 def marked_path(prefix: Path) -> Path:
-    """Return the second name of the slot that the worker wants stored."""
+    """Return the second name (a hard link) of the slot that the worker wants stored."""
     return prefix.with_name(prefix.name + ".marked")
 
 

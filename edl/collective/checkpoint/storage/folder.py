@@ -302,7 +302,7 @@ class CheckpointFolder:
         return data
 
     def read_file_range(self, name: CheckpointName, file: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes of a file from `offset` on, or fewer if the file ends before."""
+        """Return `length` bytes of a file from `offset` on, or fewer if the file ends sooner."""
         with _translated():
             data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}", start=offset, end=offset + length)
         return data

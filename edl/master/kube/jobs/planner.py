@@ -1,7 +1,7 @@
 """`plan_job`: decides what to do about an ElasticJob, from an observation of one moment. Pure.
 
 The minimum is created at once, and a worker that ended is replaced at once if no other pod has taken its place. Above
-the minimum, the job grows into idle room. When it shrinks, the newest workers are removed first.
+the minimum, the job grows when there is idle capacity. When it shrinks, the newest workers are removed first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Which teachers a pool replaces, its plan being built (`PoolDraft`), and the status and events derived from it.
 
-After an edit of its spec, a pool replaces its teachers one by one, the successor first if there is room. A digest of
-everything that a pod is created from, its revision, tells which teachers are outdated. If no node has room for one
-more, a teacher is removed first, and no other until its successor has a node, because someone else may take borrowed
-room. If a successor does not start, the update stops, and the outdated teachers stay.
+After its spec is edited, a pool replaces its teachers one by one; if there is room, it starts each successor before it
+stops the old teacher. A digest of everything that a pod is created from, its revision, tells which teachers are
+outdated. If no node has room for one more, a teacher is removed first, and no other until its successor has a node,
+because someone else may take borrowed room. If a successor does not start, the update stops, and the outdated teachers
+stay.
 """
 
 from __future__ import annotations

@@ -33,7 +33,10 @@ _AGE_MS: Final = 3_600_000
 
 
 class LoopServer(Resource, abc.ABC):
-    """A gRPC server on an event loop in its own thread, from `_start` until it is closed or fails: `failure` is why."""
+    """A gRPC server on an event loop in its own thread, from `_start` until it is closed or fails.
+
+    `failure` is the error that ended it; None if there was none. `_halt` is called in its thread when it ends.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 A data set that grows is opened with an empty index. A `Follower`, run by the program that created the data set, reports
 the source's growth to the master: the number of units, and the next part of the index. Readers fetch this part when
-    they need it.
+they need it.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class StoreFile(Resource):
         """Run a transaction that reads the state as of its beginning, possibly with expired leases.
 
         Read the clock inside this transaction. Compared with an earlier time, a lease that was renewed in between would
-            seem to end later than it can.
+        seem to end later than it can.
         """
         with self._transaction(reads=True) as connection:
             connection.execute("SELECT revision FROM state").fetchone()  # SQLite begins at the first read

@@ -165,8 +165,8 @@ class _Record:
         """Read the counters; return the record's fields.
 
         The record also contains earlier counters for comparison: the newest sample that is at least `window_s` old, or
-        else the oldest sample. A counter that
-        falls was reset (Triton was restarted behind `edl register`): earlier samples are dropped.
+        else the oldest sample. A counter that falls was reset (Triton was restarted behind `edl register`): earlier
+        samples are dropped.
         """
         counters, samples = dict(self.source.read()), self._samples
         if samples and _has_restarted(samples[-1][1], counters):
@@ -204,7 +204,7 @@ def _without_times(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a record whose change is worth a rewrite: all but the clock.
 
     There is one exception: the first sample gives no rate, so the second sample is written even if its counters are
-        equal.
+    equal.
     """
     since = {name: value for name, value in body["since"].items() if name != "t"}
     comparable = body["since"]["t"] < body["t"]

@@ -312,7 +312,7 @@ class CredentialFiles:
             return material
 
     def accepts(self, token: bytes) -> bool:
-        """Return whether a token is valid now. Compares all, so that the time does not reveal a token's place."""
+        """Return whether a token is valid now. All are compared, so that the time does not reveal which one matches."""
         matches = [hmac.compare_digest(token, valid.encode()) for valid in self.current().tokens]
         return any(matches)
 

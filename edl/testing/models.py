@@ -217,7 +217,7 @@ def _faulty(
     """Return a model that echoes, and misbehaves when all of these conditions hold.
 
     The conditions are: the batch is the last of `every` batches; the file `while_exists`, if given, exists; and the
-        first number of at least one row is greater than `above`.
+    first number of at least one row is greater than `above`.
     """
     batches = 0
 

@@ -226,7 +226,7 @@ class _ServerChannel:
         self._handler = handler
         self._call = call
         self._client = client
-        # By request, until its answer is sent: ends what the lifecycle and the client's limit count of it.
+        # For each request until its answer is sent: undoes what the lifecycle and the client's limit count for it.
         self._counted: dict[int, contextlib.ExitStack] = {}
         self._computing: dict[int, asyncio.Task[None]] = {}
         self._done = asyncio.Event()

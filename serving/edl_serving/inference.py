@@ -208,7 +208,10 @@ class InferenceServicer:
         return answer
 
     def admit(self, call: Call, nbytes: int, after_call: Callable[[Callable[[], object]], object]) -> ClientConnection:
-        """Count a call of one request and its bytes, and have that undone by `after_call`; refuse it without room."""
+        """Count a call with one request, and its bytes; raise RequestError if there is no room for it.
+
+        `after_call` is passed what undoes each count, and must call it when the call ends, also if this raises.
+        """
         self.lifecycle.begin_request()
         after_call(self.lifecycle.end_request)
         client = self.clients.open_call(call.client)
@@ -317,7 +320,7 @@ class _Accepted:
     """A request from a stream; its answer has not been written yet."""
 
     task: asyncio.Task[bytes] = field(init=False)
-    counted: ExitStack = field(default_factory=ExitStack)  # ends what the lifecycle and the client's limit count of it
+    counted: ExitStack = field(default_factory=ExitStack)  # undoes what is counted for it
 
 
 class InferStream:

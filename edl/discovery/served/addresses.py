@@ -28,7 +28,7 @@ class PortTakenError(DiscoveryError):
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where a server listens: an IP address, or `::` for all of this host's addresses; port 0 for any port."""
+    """Where a server listens: an IP address, or `::` for all of this host's, including IPv4; port 0 for any."""
 
     host: str
     port: int

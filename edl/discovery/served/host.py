@@ -36,7 +36,7 @@ _HAND_OVER_S: Final = 10.0
 
 
 class StoreHost(Resource):
-    """Serves the store at a port of this host while no other process serves it, and when that process ends.
+    """Serves the store at a port of this host while no other process does, and takes over when that process ends.
 
     The store's file is in this host's memory, so it outlives the process that serves it, but not the host. The
     serving process holds a lock, which the kernel releases when the process ends. Clients find the next server on

@@ -5,9 +5,9 @@ A decision takes passes over one plan, each with three steps, until a pass chang
 1. Place the minima of pending jobs, by priority and then age, on free GPUs and on GPUs of surplus workers. (A job's
    surplus is its workers above its minimum.) Surplus is reclaimed from the lowest priority upwards.
 2. Hand out free GPUs, one worker at a time, to the job with the largest weighted gain in log-speedup per GPU, until no
-    worker fits. T is
-   concave, and so is log T, even minus the cost of a pause: a job's gains only fall, so taking the largest each time is
-   optimal for workers of one size (Fox, "Discrete optimization via marginal analysis", Management Science 13, 1966).
+   worker fits. T is concave, and so is log T, even minus the cost of a pause: a job's gains only fall, so taking the
+   largest each time is optimal for workers of one size (Fox, "Discrete optimization via marginal analysis", Management
+   Science 13, 1966).
    Proportional fairness maximizes the sum of log-speedups (Kelly, 1997), which is also the limit of Pollux's power mean
    of speedups (OSDI 2021, section 4.2) for p -> 0.
 3. Move workers from jobs that lose little to jobs that gain much, if the difference exceeds the cost of both pauses.

@@ -2,9 +2,8 @@
 
 No single source says why. Exit code 137 means a SIGKILL from any sender. Kubernetes reports `OOMKilled` only if the
 container's first process was killed for lack of memory. A lost node reports nothing at all. So `find_termination_cause`
-weighs the evidence,
-the most specific first: the agent's findings about its hardware, then memory, then the fate of the pod and its node,
-and only then exit codes and signals.
+weighs the evidence, the most specific first: the agent's findings about its hardware, then memory, then the fate of the
+pod and its node, and only then exit codes and signals.
 
 `decide_relaunch` looks up the action in one table, by the cause and how many times in a row it occurred. It handles
 pods that have ended; before a pod ends, `edl run` restarts its workers in the pod. In each table row, the cheapest

@@ -17,9 +17,8 @@ exactly two things. The first is the damping factor of its section 4.2 for the s
     REALLOC_FACTOR = (age - moves C) / (age + C)
 
 This factor assumes that the job will keep moving as often as it has so far. Here it multiplies T(n'). The second is the
-exploration of
-section 4.1: an untried size is predicted by the fitted line, or by perfect scaling if only one size is known, but only
-up to twice the largest tried size.
+exploration of section 4.1: an untried size is predicted by the fitted line, or by perfect scaling if only one size is
+known, but only up to twice the largest tried size.
 """
 
 from __future__ import annotations

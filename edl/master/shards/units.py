@@ -211,8 +211,7 @@ class UnitCursor:
     """A position in an epoch's order; everything before it was handed out. Each shuffled epoch has its own order.
 
     The position counts shards, or units if the source grows. A growing source has one epoch, whose shards are in order.
-    All of
-    its units are handed out: a follower reports those that fill no shard only when it expects no more for a while.
+    All of its units are handed out: its follower holds back units that fill no shard while more may follow soon.
     """
 
     def __init__(
@@ -245,7 +244,7 @@ class UnitCursor:
         return self.units if self.is_stream else -(-self.units // self._size)
 
     def take(self, most: int) -> list[UnitRange]:
-        """Advance by up to `most` shards of this epoch, or the parts that a source has; return them."""
+        """Advance by up to `most` shards of this epoch, or by the parts that a growing source has; return them."""
         taken: list[UnitRange] = []
         epoch, size, units, end = self.epoch, self._size, self.units, self._end()
         while (missing := most - len(taken)) > 0 and self.position < end:

@@ -101,19 +101,30 @@ def test_quiet_source_ends(log: Path) -> None:
 @given(
     pieces=st.lists(st.lists(st.sampled_from([b"a", b"\n", b"\r\n", b"\xff", b"\0"])).map(b"".join), max_size=8),
     crash=st.booleans(),
+    flush_s=st.sampled_from([0.0, 4.0]),
 )
-def test_growing_text(tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], crash: bool) -> None:
+def test_growing_text(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], crash: bool, flush_s: float
+) -> None:
     """Whatever is appended when, each line is read once, also where every follower dies after a look."""
-    path = tmp_path_factory.mktemp("growth") / "log"
-    dataset = opened(str(path), shard_size=3, keep_ends=True)
+    path, now_s = tmp_path_factory.mktemp("growth") / "log", 0.0
+
+    def clock() -> float:
+        return now_s
+
+    dataset = opened(str(path), shard_size=3, keep_ends=True, flush_s=flush_s)
     master = Master(dataset)
-    follower = Follower(master, "data", dataset)
+    follower = Follower(master, "data", dataset, clock=clock)
     for piece in pieces:
         append(path, piece)
+        before, lines = master.units, path.read_bytes().count(b"\n")
         assert not follower.follow_once()
-        assert master.units == path.read_bytes().count(b"\n") // 3 * 3
+        assert master.units == max(before, lines // 3 * 3)
+        now_s += 4.0
+        assert not follower.follow_once()
+        assert master.units == (lines if flush_s else lines // 3 * 3)
         if crash:
-            follower = Follower(master, "data", load_dataset(dataset.spec))
+            follower = Follower(master, "data", load_dataset(dataset.spec), clock=clock)
     follower.finish()
     assert follower.follow_once()
     assert master.ended

@@ -110,7 +110,7 @@ class ShardBook:
         """
         kind = command.WhichOneof("kind")
         if kind is None:
-            raise SettingsError("the command is empty, or of a newer version of EDL")
+            raise SettingsError("the command is empty, or from another version of EDL")
         applier = self.turn if kind == "turn" else getattr(self, f"_{kind}")
         self._time_ms = command.time_ms
         return applier(getattr(command, kind))

@@ -206,7 +206,7 @@ def fingerprints_of(inputs: Mapping[str, Array], lengths: Array, positions: Arra
     """Return fingerprints of the inputs of sequences, uint64 [sequences].
 
     Only the values of numbers count, not their dtype: the same token ids as int32 and as int64 have the same
-        fingerprint.
+    fingerprint.
 
     Args:
         inputs: The concatenated inputs of all sequences, [rows, ...] by name.
@@ -242,7 +242,7 @@ class RowLayout:
     """The columns of a row: a structured dtype, little-endian, its fields sorted by name.
 
     `top_k`: the temperature and the number of classes for each `TopK`. `sequence_inputs`: see `SequenceIds`; None for
-        rows.
+    rows.
     """
 
     columns: np.dtype[Any]
@@ -257,7 +257,7 @@ class RowLayout:
         """Return a layout for the records of both layouts; None if the two cannot be combined.
 
         The numbers of classes are compared only if both are known: an engine behind a gateway does not know its number
-            of classes.
+        of classes.
         """
         ours, theirs = self.top_k, other.top_k
         if (self.columns, self.sequence_inputs, {*ours}) != (other.columns, other.sequence_inputs, {*theirs}):

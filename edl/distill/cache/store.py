@@ -1,7 +1,7 @@
 """`SoftLabelCache`: soft labels by key and sample id, in a folder or in memory. `CacheView`: the labels under one key.
 
 Records in a folder are not also kept in memory: the operating system caches the file, and unpacking a record takes as
-    long as reading it.
+long as reading it.
 
 A training loop is the worst case for LRU eviction: an epoch uses every row once, so each row would be evicted just
 before it is needed again. A full `MemoryTier` therefore stores no new rows, unless it can evict rows of a key that is

@@ -264,7 +264,7 @@ class ShardLabeller(Labeller):
         """Take a shard, and queue its rows that have no label; return whether there was a shard.
 
         Errors are kept and raised in the caller's thread: raised within `data.load`, they would look like errors in
-            loading a sample.
+        loading a sample.
         """
         try:
             shard = self._source.take(timeout_s)

@@ -44,7 +44,7 @@ def item_outputs(item: Item, service: int) -> Outputs:
     """Return an item's outputs from a service: its own writable arrays [rows, ...], or `TopK`.
 
     The `TopK` of a sequence is copied. Otherwise, as long as one text is kept, the answers to its whole request would
-        stay in memory.
+    stay in memory.
     """
     pieces: list[Outputs] = []
     for chunk, start, stop in item.parts:

@@ -149,7 +149,7 @@ class Epoch:
         """Start reading the source, unless the epoch is already closed. `shared`: see `READING`.
 
         This is not part of `__init__`, because the source may use its reader at once, and by then the reader must know
-            this epoch.
+        this epoch.
         """
         if not self._closed:
             if shared is not None:

@@ -378,7 +378,7 @@ class SampleCutter(Cutter):
         """Gather the units of a value; each sequence becomes a part of the item.
 
         `batch`: the fingerprint of the whole value, if the units have no fingerprints. `count`: the number to add to
-            `seen`.
+        `seen`.
         """
         longest: dict[int | None, int] = {}
         for unit in units:

@@ -77,7 +77,7 @@ class TensorChannel:
         """Send a request; return its id, for `cancel`.
 
         `raw`, the tensors, is read until `done` is called, which happens after this method has returned. `done` gets
-            LOST if the channel ends.
+        LOST if the channel ends.
         """
         request_id = next(self._ids)
         deadline = self._loop.time() + timeout_s

@@ -377,7 +377,7 @@ class GenerationOutcome:
         """Decide what follows from the failures; None if nothing has failed, or while the cause is not clear.
 
         `known_at` is the time at which `missing` and `others_ended` were read. A machine that has been paused since
-            then does not know which leases have expired.
+        then does not know which leases have expired.
         """
         if not self._failures:
             return None

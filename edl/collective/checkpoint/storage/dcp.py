@@ -2,7 +2,7 @@
 
 A tensor is an item of a file in the format of `torch.save`: a zip archive with the raw bytes in its record `data/0`.
 DCP's `.metadata`, a pickle, says where the items are. It is written for scripts that use `dcp.load`, but never read
-    here.
+here.
 """
 
 from __future__ import annotations

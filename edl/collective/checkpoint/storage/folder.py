@@ -15,7 +15,7 @@ it when they agree on the next save. The environment cannot supply the number: t
 environment after a change of the world.
 
 Differences between kinds of storage are handled here: on a local file system, files are synced to disk, and replaced in
-    one step.
+one step.
 """
 
 from __future__ import annotations

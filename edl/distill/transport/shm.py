@@ -239,7 +239,7 @@ def is_about_memory(failure: RequestFailure, name: str) -> bool:
     """Return whether a request may have failed because the teacher lost the region `name`.
 
     Servers use various status codes, but their messages state the cause, such as "Unable to find shared memory region:
-        'edl-…'" (Triton).
+    'edl-…'" (Triton).
     """
     words = failure.message.lower()
     if failure.kind is FailureKind.LOST:  # a request for a missing model has the same status code

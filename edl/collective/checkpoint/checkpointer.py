@@ -24,7 +24,7 @@ from edl.collective.ranks import Group, all_reduce_max, rank_of, world_of
 from edl.collective.removed import describe_removal
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError
-from edl.settings import positive_float, positive_int, read
+from edl.settings import is_count, positive_float, positive_int, read
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class Checkpointer:
     ) -> None:
         if overlap:
             raise SettingsError(describe_removal("overlap"))
-        if not isinstance(keep, int) or keep < 1:
+        if not is_count(keep):
             raise SettingsError(f"keep={keep!r}: the number of checkpoints to keep must be a whole number, such as 3")
         if overhead is None and interval_s is None and interval_steps is None:
             overhead = OVERHEAD

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -192,10 +193,10 @@ def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: WorkerStatusP
         worker(tmp_path, State(), interval_steps=3, interval_s=2.0)
     with pytest.raises(SettingsError, match="overlap was removed: remove it"):
         worker(tmp_path, State(), overlap=True)
-    for keep in (2.5, 0):
+    for keep in (2.5, 0, True):
         with pytest.raises(SettingsError, match=f"keep={keep}: .* must be a whole number, such as 3"):
             worker(tmp_path, State(), keep=keep)
-    checkpointer = worker(tmp_path, State())
+    checkpointer = worker(tmp_path, State(), keep=np.int64(3))
     with pytest.raises(SettingsError, match=r"save\(-2\)"):
         checkpointer.save(-2)
     checkpointer.save(9)

@@ -18,7 +18,7 @@ from edl.cli.output import printable, show_looks, table
 from edl.command_line import CommandParser
 from edl.discovery import Instance, Registry, Snapshot, open_registry, open_store
 from edl.discovery.records import check_service
-from edl.errors import SettingsError
+from edl.errors import DiscoveryError, SettingsError
 from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_service, read_wanted
 from edl.master.scaling.teachers import TeacherScalingSettings, observe_teachers, required_teachers
 from edl.quoting import clip, did_you_mean, listed
@@ -71,7 +71,10 @@ def main(argv: Sequence[str]) -> int:
             found = _Look(url, tuple(registry.snapshot(name) for name in names))
             if options.service is None:
                 return found
-            view = look(url, found.snapshots[0])
+            try:
+                view = look(url, found.snapshots[0])
+            except DiscoveryError as exc:  # a Consul token may allow reading services, but not the KV store
+                return replace(found, trouble=f"the load of students is unknown: {exc}")
             if not options.watch:
                 _refuse_unknown(registry, url, found.snapshots[0], view)
             return replace(found, view=view)
@@ -89,11 +92,12 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Look:
-    """What is registered at `url`; `view` is the load of a single service."""
+    """What is registered at `url`; `view` is the load of a single service, and `trouble` why it is unknown."""
 
     url: str
     snapshots: tuple[Snapshot, ...]
     view: LoadView | None = None
+    trouble: str = ""
 
 
 def _no_file(url: str) -> bool:
@@ -108,7 +112,8 @@ def _no_file(url: str) -> bool:
 
 
 def _json(found: _Look) -> str:
-    load = found.view.as_dict() if found.view is not None else {}
+    load: dict[str, Any] = {"load": None, "load_error": found.trouble} if found.trouble else {}
+    load |= found.view.as_dict() if found.view is not None else {}
     shown = [_snapshot_as_dict(snapshot) | load for snapshot in found.snapshots]
     return json.dumps({"discovery": found.url, "services": shown})
 
@@ -118,7 +123,7 @@ def _show(found: _Look) -> RenderableType:
     if any(snapshot.instances or snapshot.lapsed for snapshot in found.snapshots):
         parts.append(_teachers(found.snapshots))
     else:
-        whom = f"of service {found.snapshots[0].service!r} " if found.view is not None else ""
+        whom = f"of service {found.snapshots[0].service!r} " if found.view is not None or found.trouble else ""
         parts.append(Text(printable(f"No teacher {whom}is registered in {found.url}.")))
     for snapshot in found.snapshots:
         if snapshot.lapsed:
@@ -132,6 +137,8 @@ def _show(found: _Look) -> RenderableType:
     view = found.view
     if view is not None and (view.load.students or view.load.teachers or found.snapshots[0].instances):
         parts += view.renderables()
+    if found.trouble:
+        parts.append(Text(printable(found.trouble), "bold red"))
     return Group(*parts)
 
 

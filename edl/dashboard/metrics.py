@@ -2,8 +2,7 @@
 
 Labels contain the names of existing jobs, datasets, services, teachers and students, but never of samples or shards.
 When one of these is deleted, its series end. The label for a job is `job_name`, since Prometheus itself uses `job`.
-During an outage of the store, jobs and services
-have no series: Prometheus shows a gap instead of an old figure.
+During an outage of the store, jobs and services have no series: Prometheus shows a gap instead of an old figure.
 """
 
 from __future__ import annotations

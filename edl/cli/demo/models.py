@@ -1,7 +1,6 @@
 """The demo's plan, images, teacher and students, and the check of the delivered samples.
 
-The images are handwritten digits: 1,797 real images of 8x8 pixels, which scikit-learn includes, and distorted copies of
-    these.
+The images are handwritten digits: 1,797 real images of 8x8 pixels, which scikit-learn includes, and distorted copies.
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 """
 

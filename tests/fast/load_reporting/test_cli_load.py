@@ -14,6 +14,7 @@ from edl.cli import main
 from edl.cli.output import printable
 from edl.cli.teachers import LoadView, brief_meta
 from edl.discovery import Instance, Registry, Store, open_store
+from edl.errors import DiscoveryError
 from edl.load_reporting import read_service
 
 
@@ -99,6 +100,23 @@ def test_masters_number_and_reason_are_shown(
     assert json.loads(shown(capsys, "--discovery", url, "--json"))["services"][0]["wanted"]["count"] == 5
     now_s[0] += 3600.0
     assert "60 min ago, with no update from a master since: 5" in shown(capsys, "--discovery", url)
+
+
+def test_unreadable_load_hides_no_teacher(
+    registry: Registry, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Consul token may allow reading services, but not the KV store."""
+
+    def deny(*_: object) -> None:
+        raise DiscoveryError("permission denied")
+
+    monkeypatch.setattr("edl.cli.teachers.read_wanted", deny)
+    text = shown(capsys, "--discovery", url)
+    assert "127.0.0.1:8002" in text
+    assert "the load of students is unknown: permission denied" in text
+    (service,) = json.loads(shown(capsys, "--discovery", url, "--json"))["services"]
+    assert (len(service["instances"]), service["load"]) == (3, None)
+    assert service["load_error"].endswith("permission denied")
 
 
 def test_lapsed_teacher_has_one_state(store: Store, url: str) -> None:

@@ -68,19 +68,19 @@ class ReplicaRange:
 
 def replica_range(lowest: int) -> Callable[[str], ReplicaRange]:
     """Return an option type: "MIN:MAX", or a number for both, with a minimum of at least `lowest`."""
+    return lambda text: _read_range(text, text, lowest)
 
-    def parse(text: str) -> ReplicaRange:
-        found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
-        if found is None:
-            raise ArgumentTypeError(f"{text!r}: expected a number, or MIN:MAX as in 1:8")
-        least, most = int(found[1]), int(found[2] or found[1])
-        if least < lowest or most < max(least, 1):
-            raise ArgumentTypeError(
-                f"{text!r}: the minimum must be at least {lowest}, the maximum at least 1 and not below it"
-            )
-        return ReplicaRange(least, most)
 
-    return parse
+def _read_range(spelled: str, option_value: str, lowest: int) -> ReplicaRange:
+    """Read a range; `option_value`, which errors quote, also has the name of a pool."""
+    found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", spelled)
+    if found is None:
+        raise ArgumentTypeError(f"{option_value!r}: expected a number, or MIN:MAX as in 1:8")
+    least, most = int(found[1]), int(found[2] or found[1])
+    if least < lowest or most < max(least, 1):
+        words = f"the minimum must be at least {lowest}, the maximum at least 1 and not below it"
+        raise ArgumentTypeError(f"{option_value!r}: {words}")
+    return ReplicaRange(least, most)
 
 
 def resource_name(text: str) -> str:
@@ -123,7 +123,7 @@ def variable(text: str) -> tuple[str, str]:
 def pool_range(text: str) -> tuple[str, ReplicaRange | None]:
     """Read "SERVICE=MIN:MAX" for a new pool, or "SERVICE" for an existing one."""
     service, equals, spelled = text.partition("=")
-    return resource_name(service), replica_range(0)(spelled) if equals else None
+    return resource_name(service), _read_range(spelled, text, 0) if equals else None
 
 
 def pool_command(text: str) -> tuple[str, tuple[str, ...]]:

@@ -214,6 +214,7 @@ DRY = ["--image", "i", "--dry-run", "--script-in-image"]
         *((f"--name {name} t.py", "--name") for name in ("A", "a-", "a.b", "a" * 53)),
         *((f"--env {text} t.py", "--env") for text in ("A", "1A=2", "=2", "A=1 --env A=2")),
         ("--teachers digits=1:2 --teachers digits t.py", "twice"),
+        ("--teachers digits=2:1 t.py", "--teachers 'digits=2:1': the minimum"),
         ("--teachers digits=1:2 t.py", "edl scale pool/digits auto --min 1 --max 2"),
         ("--teachers digits --serve digits=--callable t.py", "--teachers digits=0:4"),
         ("--serve digits=--callable t.py", "--teachers digits=0:4"),

@@ -21,12 +21,30 @@ from edl.distill.dispatch.actions import FailureKind
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility, outputs_disagreement
 from edl.distill.engine.connection import ConnectionPool, no_counts
+from edl.distill.engine.engine import Engine, LabelJob
 from edl.distill.engine.event_loop import EventLoopThread, _GarbageGuard
 from edl.distill.metrics import export
 from edl.distill.options import Options, Policy
 from edl.distill.stats import ReaderStats
+from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, TensorMetadata
-from edl.errors import SettingsError
+from edl.errors import NoTeacherError, SettingsError
+from tests.waiting import DEADLINE_S, wait_until
+
+
+def test_job_of_a_closed_engine_is_called_back() -> None:
+    """A job that waits when the engine closes has a caller, which could wait for ever."""
+    heard: list[object] = []
+    thread = EventLoopThread.acquire()
+    try:
+        engine = Engine("x", OutputSpec(("y",)), Options(), thread=thread, arena=None)
+        thread.run(engine.close(), DEADLINE_S)
+        payload = Payload.of({"x": np.zeros((1, 1), np.float32)}, None)
+        engine.submit(LabelJob(0, payload, lambda result, _: heard.append(result), lambda: None))
+        wait_until(lambda: heard)
+    finally:
+        thread.release()
+    assert isinstance(heard[0], NoTeacherError)
 
 
 def test_collector_is_on_after_the_last_fork(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,16 @@ def test_buffer_filled_in_use_is_noticed(serve: Serve) -> None:
     assert len(used) <= 2
 
 
+def test_error_of_sending_reaches_the_loop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> int:
+        raise OSError("no space")
+
+    with reader_of(serve("echo")) as reader:
+        monkeypatch.setattr("edl.distill.pipeline.chunk_labeller.ChunkLabeller.submit", failing)
+        with pytest.raises(OSError, match="no space"):
+            list(reader.set_sample_generator(samples(3))())
+
+
 def test_closed_while_the_source_is_silent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edl.distill.pipeline.session._SOURCE_STOP_S", 0.01)
     delivered, gone = threading.Event(), threading.Event()

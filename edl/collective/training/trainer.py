@@ -134,7 +134,8 @@ class ElasticTrainer:
         group: Process group of the ranks, torch's default group if None. With DDP, it must be the group that DDP uses.
 
     Raises:
-        SettingsError: Arguments contradict each other, or gradients would not be averaged exactly once over the ranks.
+        SettingsError: Arguments contradict each other, the optimizer needs a closure, a parameter of a lazy module has
+            no shape yet, or gradients would not be averaged exactly once over the ranks.
     """
 
     def __init__(

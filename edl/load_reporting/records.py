@@ -1,4 +1,4 @@
-"""Load records in the Store: their keys and JSON, which of them are valid, and the rates they contain.
+"""Records of load in the Store: their keys and JSON, which of them are valid, and the rates they contain.
 
 A key is `load/SERVICE/students/ID` or `load/SERVICE/teachers/ID`. A record contains a process's counters twice: now,
 and some seconds earlier. Every rate is computed from a single record, between its two times. Rates are the true rates

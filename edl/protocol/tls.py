@@ -67,7 +67,7 @@ class Material:
 
 
 def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
-    """Read bearer tokens, one per line, without comments (#). Errors show no content; servers refuse short tokens."""
+    """Read bearer tokens, one per line, ignoring comments (#). Errors show no content; servers refuse short tokens."""
     tokens = []
     lines = _read(path, "token file", secret=True).decode("utf-8-sig", "replace").splitlines()
     for number, line in enumerate(map(str.strip, lines), 1):

@@ -159,7 +159,7 @@ class LineCutter:
         self._known = Counter(line for _, line in self._recent)
 
     def cut(self, piece: bytes) -> Iterator[bytes]:
-        """Yield complete lines without their times and line ends."""
+        """Yield complete lines without their timestamps and line endings."""
         self._rest += piece
         *whole, self._rest = self._rest.split(b"\n")
         for line in whole:

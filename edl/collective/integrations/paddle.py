@@ -175,7 +175,7 @@ _POLL_S: Final = 0.02  # between two attempts to connect: a longer pause would d
 
 
 def init_parallel_env(timeout_s: float = _TIMEOUT_S) -> None:
-    """Call `paddle.distributed.init_parallel_env` without its delay, and prepare for `Checkpointer`. Collective.
+    """Call `paddle.distributed.init_parallel_env` without its delay, and set up what `Checkpointer` needs. Collective.
 
     Paddle's own function tries to reach the first trainer only every 3 s, so a restart often takes that long. This
     function calls Paddle's as soon as the first trainer listens.

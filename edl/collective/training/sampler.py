@@ -116,7 +116,7 @@ _VERSION = 1  # of the saved state; any other version is refused
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """Batch sampler that gives each rank its share of every global batch, and can resume in any world.
+    """Batch sampler that gives each rank its share of every global batch, and can resume with any number of ranks.
 
     ::
 

@@ -242,7 +242,7 @@ class LabelFolder:
         return space.data_set
 
     def check_data_set(self, space: Namespace) -> None:
-        """Raise `ConflictError` if labels were replaced by other data's since `data_set` or `note_data_set`."""
+        """Raise `ConflictError` if labels of other data have replaced these since `data_set` or `note_data_set`."""
         found = self._found_key(space)
         if found is not None:
             if space.number not in (None, found[0]):

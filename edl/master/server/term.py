@@ -69,8 +69,8 @@ class LeaseClock:
         """Advance the clock; return sessions whose leases ended since the last check, and sessions that have ended.
 
         `limits` maps each live session to two numbers of seconds: the silence after which its leases end, and the
-        silence after which the session itself ends. A session counts as heard when it first appears here: gRPC cancels
-        the call of a worker that died, so a session may be open although `open_session` did not return.
+        silence after which the session itself ends. A session counts as heard from when it first appears here: gRPC
+        cancels the call of a worker that died, so a session may be open although `open_session` did not return.
         """
         at = self._monotonic()
         self._now += min(at - self._seen, PAUSE_S)

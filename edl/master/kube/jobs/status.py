@@ -98,8 +98,8 @@ def note_last_steps(
 ) -> dict[str, MemberRecord]:
     """Return records that include the ends of workers that did the last step after they were asked to end.
 
-    Otherwise, such an end is not recorded, since a new attempt has the worker's place. A last state that was not stored
-    stays recorded even if the new attempt, which finds the job done, succeeds.
+    Otherwise, such an end is not recorded, since a new attempt has the worker's place. If the last state was not
+    stored, this stays on record even if the new attempt finds the job done and succeeds.
     """
     after = dict(records)
     for key, record in before.items():

@@ -42,7 +42,7 @@ NAMES = (
 _PACKAGES = ("numpy", "grpcio", "protobuf", "torch")
 _PAGE = ROOT / "docs/benchmarks.md"
 _TIMEOUT_S = 7200.0
-"""Of one benchmark, twice what the longest (`churn`) takes: less would throw a whole measurement away at its end."""
+"""Time limit of one benchmark, twice what the longest (`churn`) takes: a shorter limit could waste a measurement."""
 _ENDING_S = 20.0
 _LOOK_S = 0.1
 
@@ -69,17 +69,17 @@ def run(name: str, options: list[str]) -> Outcome:
     """Run one benchmark in a process of its own.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: The benchmark failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--json", "--notes", str(notes), *options]
-        # In a session of its own: else a terminal's Ctrl-C came twice, the second time while it cleans up.
+        # In its own session: otherwise Ctrl-C in a terminal would reach it twice, the second time during its clean-up.
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
             try:
                 printed, _ = process.communicate(timeout=_TIMEOUT_S)
             except subprocess.TimeoutExpired as exc:
-                raise SystemExit(f"benchmarks/{name}.py was not done within {_TIMEOUT_S:.0f} s, and was ended") from exc
+                raise SystemExit(f"benchmarks/{name}.py did not finish within {_TIMEOUT_S:.0f} s: ended") from exc
             finally:
                 _end(process)
         if process.returncode:
@@ -89,10 +89,10 @@ def run(name: str, options: list[str]) -> Outcome:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End it with all that it started, by Ctrl-C's way first: only it knows what else it has to clean up.
+    """End a benchmark and everything that it started, first like Ctrl-C, so that it can clean up what only it knows.
 
     Args:
-        process: leads a group of processes.
+        process: The leader of a process group.
     """
     try:
         if process.poll() is None:
@@ -100,7 +100,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         deadline = time.monotonic() + _ENDING_S
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_LOOK_S)  # reads what it prints, or it would not end
+                process.communicate(timeout=_LOOK_S)  # reads its output, without which it might not end
     finally:
         for pid in processes(process.pid) if process.poll() is None else []:
             with contextlib.suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def machine() -> str:
-    """What a reader needs to judge the figures, and nothing that names the machine."""
+    """Return what a reader needs to judge the figures, and nothing that identifies the machine."""
     model = next(
         (line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")),
         platform.machine(),
@@ -125,14 +125,14 @@ def _lines(path: Path) -> list[str]:
 
 
 def section(name: str, outcome: Outcome, module: Any, load: float) -> str:
-    """A benchmark's part of the page, in Markdown."""
+    """Return a benchmark's section of the page, in Markdown."""
     when = f"Measured on {datetime.date.today():%Y-%m-%d}; load average {load:.1f}."
     parts = [f"## {name}\n", f"{module.__doc__.strip()}\n", table(outcome.spreads, module.GOALS), ""]
     return "\n".join([*parts, *([f"{outcome.notes}\n"] if outcome.notes else []), f"{when}\n"])
 
 
 def page(before: str, sections: dict[str, str]) -> str:
-    """The page with these sections in place of its own, in the order of `NAMES`; sections without a benchmark go."""
+    """Return the page with these sections replaced, in the order of `NAMES`, without sections of unknown benchmarks."""
     found = re.split(r"^## (\w+)\n", before, flags=re.MULTILINE)[1:]
     kept = {name: f"## {name}\n{text.rstrip()}\n" for name, text in zip(found[::2], found[1::2], strict=True)}
     merged = {**kept, **sections}
@@ -140,11 +140,11 @@ def page(before: str, sections: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Run them all."""
+    """Run the named benchmarks, or all of them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--repeats", type=int, help="rounds of each (default: each benchmark's own)")
-    parser.add_argument("--quick", action="store_true", help="only show that they all work; nothing is written")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all)")
+    parser.add_argument("--repeats", type=int, help="rounds per benchmark (default: each benchmark's own)")
+    parser.add_argument("--quick", action="store_true", help="only check that they all work; write nothing")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)} (default: all)")
     given, own = parser.parse_known_args()
     if own and len(given.names) != 1:
         parser.error(f"{own[0]}: a benchmark's own options go with one NAME")

@@ -1,4 +1,4 @@
-"""`ApiProxy`: stands between an operator and the API server; counts requests, is away, or calls somebody in between."""
+"""`ApiProxy` between an operator and the API server: it counts requests, closes connections, or calls functions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _KEPT = ("authorization", "content-type", "accept", "user-agent")
 
 
 class ApiProxy:
-    """Forwards HTTP to the API server of a kubeconfig, over HTTP on this machine.
+    """Accepts HTTP on this machine and forwards it to the API server of a kubeconfig.
 
     Attributes:
-        requests: "METHOD path user-agent" of each request that was forwarded.
-        away: connections are closed as they come, and those that are open were.
-        before: called before a request is forwarded, with its line; what it raises ends the connection.
-        after: called when it was answered, before its answer is passed on.
-        hidden: paths that begin so are answered with 404, as by a server without that group.
+        requests: "METHOD path user-agent" of each forwarded request.
+        away: Whether all connections have been closed, and new ones are closed at once.
+        before: Called with a request's line before the request is forwarded. An exception ends the connection.
+        after: Called with the line after the server has answered, before the answer is passed on.
+        hidden: Prefix of paths that are answered with 404, as by a server without that API group.
     """
 
     def __init__(self, kubeconfig: Path, folder: Path) -> None:
@@ -70,7 +70,7 @@ class ApiProxy:
         return http.client.HTTPSConnection(*self._target, context=self._context, timeout=330)
 
     def go_away(self) -> None:
-        """Close all connections, and each that comes."""
+        """Close all connections, and every new one."""
         self.away = True
         with self._lock:
             for connection in self._open:
@@ -91,7 +91,7 @@ class ApiProxy:
 
 
 def write_json_kubeconfig(folder: Path) -> Path:
-    """Write the current context of the kubeconfig that KUBECONFIG names, with all credentials in it, as JSON."""
+    """Write the current context of the kubeconfig that KUBECONFIG names as JSON, with all its credentials."""
     import yaml
 
     given = os.environ.get("KUBECONFIG", "").split(os.pathsep)[0] or Path.home() / ".kube/config"
@@ -175,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _forward  # noqa: N815 - the base class's names
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _forward  # noqa: N815 - names from the base class
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name for it
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - a name from the base class
         """Log nothing."""

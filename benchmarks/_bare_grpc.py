@@ -1,6 +1,6 @@
-"""The `reader` benchmark's peer: the same bytes through a bare `grpc.aio` client and server, two processes.
+"""The `reader` benchmark's peer: a bare `grpc.aio` client and server that exchange the same bytes, in two processes.
 
-No protobuf, no arrays, no model: a request of prebuilt bytes is answered by prebuilt bytes. Runs as a `Child`.
+It uses no protobuf, arrays or model: prebuilt bytes are answered with prebuilt bytes. Runs as a `Child`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIMITS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_leng
 
 
 async def serve() -> None:
-    """Answer until standard input is closed; prints the port."""
+    """Print the port, and answer requests until standard input is closed."""
     answer_bytes = bytes(ROWS * CLASSES * 4)
 
     async def infer(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
@@ -44,11 +44,11 @@ async def serve() -> None:
 async def measure(
     endpoint: str, dtype: str, in_flight: int, seconds: float, counted: bool = False, pace_s: float = 0.0
 ) -> dict[str, float]:
-    """Rows a second, and what both processes used for it.
+    """Return the rows per second, and the resources that both processes used.
 
     Args:
-        counted: see `Window`.
-        pace_s: no request begins sooner than so long after the one before it of the same worker.
+        counted: See `Window`.
+        pace_s: Least seconds between the beginnings of two requests of one worker.
     """
     requests = [bytes([number]) * request_nbytes(dtype) for number in range(ROTATION)]
     window = Window(processes(os.getpid()), counted=counted)
@@ -71,7 +71,7 @@ async def measure(
         window.open()
         before = window.requests
         await asyncio.sleep(seconds)
-        while window.requests == before:  # noqa: ASYNC110 - under callgrind a single one may take longer
+        while window.requests == before:  # noqa: ASYNC110 - under callgrind a single request may take longer
             await asyncio.sleep(_LOOK_S)
         window.close()
         await asyncio.gather(*workers)
@@ -79,7 +79,7 @@ async def measure(
 
 
 def main() -> None:
-    """The child's side of the benchmark, or with `--serve` its server."""
+    """Run the benchmark's client, or with `--serve` its server."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", action="store_true")
     if parser.parse_args().serve:

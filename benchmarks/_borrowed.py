@@ -1,7 +1,7 @@
-"""An online model in the real Triton, its own clients, and students that borrow it.
+"""An online model in a real Triton, the model's own clients, and students that borrow it.
 
-The model sleeps, so that what is measured is how Triton orders requests, on however few cores. Clients and server run
-with a real-time scheduler where this user may have one: else other processes of the machine would be measured as well.
+The model sleeps, so that the benchmark measures how Triton orders requests, even on few cores. Clients and server run
+under a real-time scheduler if the user may use one, so that other processes on the machine do not affect the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["CONFIG", "LEVELS", "MAX_BATCH", "Model", "ask_as_its_clients", "p99"
 
 MAX_BATCH = 16
 REQUESTS = 110
-"""Of the model's own clients in a round."""
+"""Requests that the model's own clients send in a round."""
 SOURCE = """
 import time
 import triton_python_backend_utils as pb
@@ -52,7 +52,7 @@ LEVELS = "dynamic_batching { priority_levels: 2 default_priority_level: 1 max_qu
 
 @dataclass(frozen=True)
 class Model:
-    """How long a batch takes, and how large its own clients' requests are."""
+    """The duration of a batch, and the size of a request from the model's own clients."""
 
     execution_s: float
     row_s: float
@@ -60,13 +60,13 @@ class Model:
 
     @property
     def request_s(self) -> float:
-        """How long such a request takes by itself."""
+        """Return the seconds that such a request takes by itself."""
         return self.execution_s + self.row_s * self.rows
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run what is begun in the block before all other processes, where this user may."""
+    """Run the block, and processes that it starts, with priority over all others, if the user may do so."""
     before = os.sched_getscheduler(0), os.sched_getparam(0)
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
@@ -77,13 +77,13 @@ def undisturbed() -> Iterator[None]:
 
 
 def start(triton: TritonFactory, model: Model, config: str = CONFIG + LEVELS) -> TritonServer:
-    """Start a Triton with the model."""
+    """Start a Triton server with the model."""
     source = SOURCE.replace("EXECUTION_S", str(model.execution_s)).replace("ROW_S", str(model.row_s))
     return triton.start_repository("online", "1", source, config)
 
 
 def ask_as_its_clients(endpoint: str, model: Model, seed: int) -> list[float]:
-    """Send requests at random moments, half of what the server can do one by one. Returns the latencies in seconds."""
+    """Send requests at random times, at half of the rate that the server can handle. Return latencies in seconds."""
     moments = random.Random(seed)
     latencies: list[float] = []
     answered = threading.Semaphore(0)
@@ -109,7 +109,7 @@ def ask_as_its_clients(endpoint: str, model: Model, seed: int) -> list[float]:
 
 @contextlib.contextmanager
 def student(endpoint: str, priority: Priority) -> Iterator[list[int]]:
-    """A student that takes what it gets, as fast as it comes. Yields the rows of its batches."""
+    """Run a student that takes labels as fast as they arrive, and yield the list of its batches' row counts."""
     ended = threading.Event()
     rows: list[int] = []
 

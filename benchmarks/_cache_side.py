@@ -1,4 +1,4 @@
-"""A process that writes labels into a cache and reads them back: this EDL's (`now`) or the one before (`before`)."""
+"""A process that writes labels into a cache and reads them back: the current one (`now`) or the old one (`before`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batch = tuple[Any, Mapping[str, Any]]
 
 
 def batch_of(kind: str, ids: np.ndarray[Any, Any]) -> Batch:
-    """Return ids as the cache takes them, and labels that tell whose they are."""
+    """Return ids in the form that the cache takes, and labels that identify their sample."""
     if kind == "logits":
         return ids, {"logits": np.repeat(ids.astype(np.float32)[:, None], _CLASSES, axis=1)}
     lengths = np.full(len(ids), _TOKENS, np.int64)
@@ -38,16 +38,16 @@ def batch_of(kind: str, ids: np.ndarray[Any, Any]) -> Batch:
 
 
 def value_of(found: Any) -> Any:
-    """Return by which a label tells whose it is."""
+    """Return the values by which labels identify their samples."""
     (output,) = found.outputs.values()
     return output[:, 0] if isinstance(output, np.ndarray) else output.values[::_TOKENS, 0]
 
 
 class Side:
-    """Answers the benchmark.
+    """Carries out the benchmark's requests.
 
     Args:
-        make: makes the cache.
+        make: Makes the cache.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
@@ -55,7 +55,7 @@ class Side:
         self._cache: Any = None
 
     def write(self, folder: str, kind: str, part: int, parts: int) -> float:
-        """Write every `parts`-th batch; return labels a second."""
+        """Write every `parts`-th batch, and return the labels per second."""
         batches = np.arange(IDS[kind]).reshape(-1, _BATCH[kind])[part::parts]
         labels = [batch_of(kind, ids) for ids in batches]
         begun = time.perf_counter()
@@ -67,7 +67,7 @@ class Side:
             return float(batches.size / (time.perf_counter() - begun))
 
     def read(self, folder: str, kind: str, part: int, parts: int) -> float:
-        """Read all labels in an order of its own, from an open cache if there is one; return labels a second."""
+        """Read all labels in a random order, from the open cache if there is one, and return the labels per second."""
         batches = np.random.default_rng(part).permutation(IDS[kind]).reshape(-1, _BATCH[kind])
         wanted = [(batch_of(kind, ids)[0], ids) for ids in batches]
         begun = time.perf_counter()
@@ -77,7 +77,7 @@ class Side:
         for ids, expected in wanted:
             found = view.get(ids)
             if not found.complete or value_of(found).tolist() != expected.tolist():
-                raise RuntimeError("a label is missing, or another sample's")
+                raise RuntimeError("a label is missing, or belongs to another sample")
         return float(batches.size / (time.perf_counter() - begun))
 
     def close(self) -> float:
@@ -89,7 +89,7 @@ class Side:
 
 
 def forget(folder: str) -> None:
-    """Have the kernel drop what it keeps of a folder's files in memory."""
+    """Have the kernel drop a folder's files from the page cache."""
     for path in Path(folder).rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)

@@ -1,6 +1,6 @@
-"""A side of a benchmark as a process of its own, told what to do by JSON lines; the standard library is all it needs.
+"""A side of a benchmark in its own process, controlled by JSON lines. It needs only the standard library.
 
-So each side has an interpreter, an allocator and an environment to itself, and sides can take turns in one run.
+Each side has its own interpreter, allocator and environment, and sides can take turns in one run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Usage:
-    """What processes used up so far: CPU in seconds, and minor page faults."""
+    """What processes have used so far: CPU in seconds, and minor page faults."""
 
     cpu_s: float = 0.0
     faults: int = 0
@@ -40,19 +40,19 @@ class Usage:
 
 
 def processes(pid: int) -> list[int]:
-    """`pid` and all its descendants (Linux)."""
+    """Return `pid` and the ids of all its descendants (Linux)."""
     found = [pid]
     for pid in found:
         for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
             try:
                 found += [int(child) for child in task.read_text().split()]
             except FileNotFoundError:
-                continue  # the thread ended meanwhile
+                continue  # the thread has just ended
     return found
 
 
 def usage(pids: Iterable[int]) -> Usage:
-    """Use of `pids` together, from their start; see proc_pid_stat(5)."""
+    """Return what `pids` together have used since they started; see proc_pid_stat(5)."""
     cpu = faults = 0
     for pid in pids:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -62,12 +62,13 @@ def usage(pids: Iterable[int]) -> Usage:
 
 
 class Window:
-    """A stretch of time in which requests are counted, and what `pids` used up in it.
+    """A period in which requests are counted, and the resources that `pids` used in it.
 
-    `requests` counts on; only what falls between `open` and `close` matters.
+    `requests` is a running count; only requests between `open` and `close` matter.
 
     Args:
-        counted: also count what the first of them (the student) and the others (the teacher) do; see `_counters`.
+        pids: The student's process id, followed by those of the teacher.
+        counted: Also count what the student and the teacher do; see `_counters`.
     """
 
     def __init__(self, pids: Sequence[int], *, counted: bool = False) -> None:
@@ -79,13 +80,13 @@ class Window:
         self.closed = False
 
     def open(self) -> None:
-        """Begin, once the warm-up is over."""
+        """Begin the period, once the warm-up is over."""
         if self._counted:
             self._counters = [Counters(pid) for pid in self._pids]
         self._begin = (self.requests, usage(self._pids), time.perf_counter())
 
     def close(self) -> None:
-        """End; the load stops when it sees `closed`."""
+        """End the period. The load stops when it sees `closed`."""
         self._end = (self.requests, usage(self._pids), time.perf_counter())
         for index, counters in enumerate(self._counters):
             for name, count in counters.close().items():
@@ -94,7 +95,7 @@ class Window:
         self.closed = True
 
     def figures(self, rows: int) -> dict[str, float]:
-        """Of the window, with `rows` to a request."""
+        """Return the figures of the window, with `rows` per request."""
         requests = self._end[0] - self._begin[0]
         used = self._end[1] - self._begin[1]
         if not requests:
@@ -108,9 +109,9 @@ class Window:
 
 
 def answer(handle: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-    """The child's end: answer each line of standard input until it is closed.
+    """Answer each line of standard input, as the child, until it is closed.
 
-    Standard output belongs to the answers; whatever the code prints goes to standard error.
+    Standard output is reserved for the answers. Anything else that the code prints goes to standard error.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -124,10 +125,10 @@ def _python_path() -> str:
 
 
 class Child:
-    """The parent's end.
+    """A child process, as its parent uses it.
 
     Raises:
-        RuntimeError: from any method, if the child ended or a deadline passed; with the end of what it printed.
+        RuntimeError: The child ended or a deadline passed. Any method may raise it, with the end of the child's output.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Child:
             raise
 
     def ask(self, timeout_s: float = 120.0, **request: Any) -> dict[str, Any]:
-        """Send `request`, wait for the answer."""
+        """Send `request` and return the answer."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -162,11 +163,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
+        """Return the child's process id."""
         return self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL to the child and everything that it started."""
+        """Send SIGKILL to the child and everything that it started."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -23,17 +23,17 @@ _SUFFIXES = {".jpg", ".jpeg", ".png"}
 
 @dataclass(frozen=True)
 class Pictures:
-    """Of one part: `images` uint8 [n, 3, 32, 32] and their classes, int64 [n]; classes take turns."""
+    """The training or test part: `images` uint8 [n, 3, 32, 32] and their classes, int64 [n], in alternating classes."""
 
     images: npt.NDArray[np.uint8]
     labels: npt.NDArray[np.int64]
 
 
 def find_pictures(given: Path | None) -> Path:
-    """The folder or `.tar.gz` to read: the given one, or what lies beside the checkout.
+    """Return the folder or `.tar.gz` to read: the given one, or the one beside the checkout.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: There is none.
     """
     path = given or _BESIDE
     if not path.exists():
@@ -45,10 +45,10 @@ def find_pictures(given: Path | None) -> Path:
 
 
 def load_pictures(path: Path, train: int, test: int) -> tuple[Pictures, Pictures]:
-    """The first `train` and `test` images, as many of each class.
+    """Return the first `train` and `test` images, equally many of each class.
 
     Raises:
-        SystemExit: there are not as many.
+        SystemExit: There are fewer images.
     """
     names: dict[str, dict[str, list[bytes]]] = {"train": defaultdict(list), "test": defaultdict(list)}
     for part, kind, read in _files(path):
@@ -59,7 +59,7 @@ def load_pictures(path: Path, train: int, test: int) -> tuple[Pictures, Pictures
 
 
 def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
-    """(train or test, class, contents) of each picture, in the order of their names within a folder."""
+    """Yield (train or test, class, contents) of each picture, sorted by name within each folder."""
     if path.is_dir():
         for file in sorted(path.rglob("*")):
             if file.suffix.lower() in _SUFFIXES and file.parent.parent.name in ("train", "test"):
@@ -77,7 +77,7 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
 def _decoded(path: Path, found: dict[str, list[bytes]], count: int) -> Pictures:
     kinds = sorted(found)
     if sum(len(files) for files in found.values()) < count:
-        raise SystemExit(f"{path} holds fewer than {count} images of a part, or not as many of each class")
+        raise SystemExit(f"{path} holds fewer than {count} images of a part, or not equally many of each class")
     turns = [(label, place) for place in range(-(-count // len(kinds))) for label in range(len(kinds))][:count]
     images = np.stack([_pixels(found[kinds[label]][place]) for label, place in turns])
     return Pictures(images, np.array([label for label, _ in turns], dtype=np.int64))

@@ -1,12 +1,12 @@
-"""What a process does, in numbers that depend little on the machine: copies, system calls, wake-ups, instructions.
+"""Counts a process's copies, system calls, wake-ups and instructions, which depend little on the machine.
 
-Each is counted where the machine lets us, and is missing where it does not:
+Each figure is missing if the machine does not allow counting it:
 
-- copies by a library put in front of the C library (`_copies.c`, compiled by `cc` when it is wanted);
-- system calls by the kernel's tracepoint, instructions by the processor: perf_event_open(2), which needs root or
-  `kernel.perf_event_paranoid` of -1 or 1, and a processor whose counters a virtual machine may see;
-- instructions otherwise by valgrind's callgrind, some fifty times slower, so that timers run out more often;
-- context switches from /proc.
+- copies are counted by a library put in front of the C library (`_copies.c`, compiled with `cc` when needed);
+- system calls are counted by the kernel's tracepoint and instructions by the processor, with perf_event_open(2). It
+  needs root or a `kernel.perf_event_paranoid` of -1 or 1, and counters that a virtual machine can read;
+- otherwise valgrind's callgrind counts instructions, which is about fifty times slower, so timers expire more often;
+- context switches come from /proc.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CALLS = {"x86_64": 298, "aarch64": 241}  # perf_event_open's number
 
 
 def copies_environment(folder: Path) -> dict[str, str]:
-    """What makes a process count its copies in `folder`; empty where there is no compiler."""
+    """Return the environment in which a process counts its copies in `folder`; empty if there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         return {}
@@ -50,7 +50,7 @@ def copies_environment(folder: Path) -> dict[str, str]:
 
 
 def under_callgrind(command: list[str], folder: Path) -> tuple[list[str], dict[str, str]] | None:
-    """A command, and its environment, whose instructions `Counters` counts; None where there is no valgrind."""
+    """Return a command and its environment for which `Counters` counts instructions; None without valgrind."""
     if shutil.which("valgrind") is None or shutil.which("callgrind_control") is None:
         return None
     flags = ["--tool=callgrind", "--trace-children=yes", "--trace-children-skip=*callgrind_control*,*vgdb*"]
@@ -58,7 +58,7 @@ def under_callgrind(command: list[str], folder: Path) -> tuple[list[str], dict[s
 
 
 def has_instructions() -> bool:
-    """Whether the processor's own count of instructions can be had."""
+    """Return whether the processor's own instruction counter can be read."""
     with contextlib.suppress(OSError):
         os.close(_opened(_HARDWARE, _INSTRUCTIONS, os.getpid(), _EXCLUDE_KERNEL | _EXCLUDE_HV))
         return True
@@ -66,11 +66,11 @@ def has_instructions() -> bool:
 
 
 class Counters:
-    """Counts what one process does from now until `close`: all of its threads, those included that it starts.
+    """Counts what all threads of a process do from now until `close`, including threads that it starts later.
 
     Args:
-        pid: of a process that was started with the environment of `copies_environment` or `under_callgrind`, or
-            without, if those counts are not wanted.
+        pid: Id of a process. To count copies or instructions under callgrind, it must have been started with the
+            environment from `copies_environment` or `under_callgrind`.
     """
 
     def __init__(self, pid: int) -> None:
@@ -85,7 +85,7 @@ class Counters:
         self._begin = self._read()
 
     def close(self) -> dict[str, float]:
-        """What was counted, by name; a name is missing where it could not be."""
+        """Return the counts by name, without those that could not be counted."""
         ended = self._read()
         found: dict[str, float] = {name: count - self._begin[name] for name, count in ended.items()}
         for files in self._events.values():
@@ -132,7 +132,7 @@ def _opened(kind: int, config: int, thread: int, flags: int) -> int:
 
 
 def _switches(thread: Path) -> int:
-    """Voluntary ones: each is a wait that somebody ends. How often a thread is interrupted depends on the load."""
+    """Return the number of voluntary context switches. Involuntary ones would depend on the load of the machine."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         found = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", (thread / "status").read_text(), re.MULTILINE)
         return int(found.group(1)) if found is not None else 0
@@ -144,7 +144,7 @@ def _control(what: str, pid: int) -> None:
 
 
 def _last_total(folder: Path, pid: int) -> int:
-    """Instructions of the newest of the files that callgrind has written for this process."""
+    """Return the instructions in the newest file that callgrind has written for this process."""
     newest = max(folder.glob(f"{pid}.*"), key=lambda path: int(path.suffix[1:]))
     for line in reversed(newest.read_text(errors="replace").splitlines()):
         if line.startswith("totals: "):

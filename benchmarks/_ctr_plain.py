@@ -16,9 +16,9 @@ def measure(data: str, batch: int, rows: int) -> dict[str, list[float]]:
     """Train one epoch.
 
     Args:
-        data: path of the table.
-        batch: rows of a step.
-        rows: of which each rate is measured.
+        data: Path of the table.
+        batch: Rows per step.
+        rows: Number of rows over which each rate is measured.
     """
     from net import FIELDS, NUMBERS  # type: ignore[import-not-found] # examples/ctr
 

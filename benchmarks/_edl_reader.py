@@ -17,11 +17,11 @@ from edl.distill import DistillReader, Options
 from edl.testing import LocalTeacher
 
 _START_S = 240.0
-"""How long a teacher may take to start: minutes under callgrind, beside other work."""
+"""Seconds that a teacher may take to start. Under callgrind on a busy machine, it takes minutes."""
 
 
 def epoch(stack: ExitStack, endpoint: str, dtype: str, shared_memory: bool) -> Iterator[Any]:
-    """An endless epoch of batches of images with the teacher's logits."""
+    """Return an endless epoch of image batches with the teacher's logits."""
     batches = [np.full((ROWS, *IMAGE), number, dtype) for number in range(ROTATION)]
     reader = DistillReader(
         ins=["image"], predicts=["logits"], options=Options(shared_memory=shared_memory, memory_bytes=256 << 20)
@@ -33,7 +33,7 @@ def epoch(stack: ExitStack, endpoint: str, dtype: str, shared_memory: bool) -> I
 
 
 def measure(batches: Iterator[Any], window: Window, seconds: float) -> dict[str, float]:
-    """Take batches for so long; what a trainer would find wrong with them ends the benchmark."""
+    """Take batches for `seconds` and return the figures. A batch that a trainer could not use ends the benchmark."""
     now = time.perf_counter()
     begin, end = now + WARM_UP_S, now + WARM_UP_S + seconds
     opened = False

@@ -1,6 +1,6 @@
-"""The least that a restart from a prewarmed process can take, for the job of `recovery`: no EDL, no failure to notice.
+"""The shortest possible restart from a prewarmed process for the job in `recovery`, without EDL or failure detection.
 
-A process that has imported torch forks three ranks. They form a group, build the model, copy the state of a file in
+A process that has imported torch forks three ranks. They form a group, build the model, copy the state from a file in
 memory, and finish a step. Runs as a `Child`.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["measure"]
 
 def measure(width: int, sleep_s: float, ranks: int) -> dict[str, float]:
     """Return the seconds from the fork until the slowest rank has finished its first step."""
-    size = 2 * 2 * width * (width + 1)  # of the parameters and of their momentum
+    size = 2 * 2 * width * (width + 1)  # parameters and their momentum
     path = Path("/dev/shm", f"edl-bare-{os.getpid()}")
     torch.zeros(size).numpy().tofile(path)
     saved = torch.from_file(str(path), size=size)

@@ -1,4 +1,4 @@
-"""A seeded trace of nodes that come, go and die, and what part of the time under it was of use. Pure."""
+"""A seeded trace of nodes that join, leave and die, and the share of time under it that was useful. Without I/O."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks._step_logs import FinishedStep
 __all__ = ["GOODPUT_LIMIT", "Churn", "goodput", "most_nodes", "surviving_line", "trace"]
 
 GOODPUT_LIMIT = 1.05
-"""A share of time is at most 1. Undisturbed steps of a few seconds vary by some 3% on a shared machine, so that 1 would
-refuse an undisturbed run; a higher limit would let steps through that were counted twice."""
+"""A share of time is at most 1. On a shared machine, however, undisturbed steps vary by about 3% over a few seconds, so
+a limit of 1 would refuse an undisturbed run. A higher limit would accept steps that were counted twice."""
 
 _BESIDE_STEPS = 2
-"""Of two worlds that train at the end, the slower one has finished a step within so many steps of the other's last."""
+"""If two worlds train at the end, the slower one has finished a step within this many steps of the other's last."""
 
 
 class Churn(enum.Enum):
@@ -32,9 +32,9 @@ _GOES = (Churn.LEAVE, Churn.KILL_NODE)
 
 
 def trace(seed: int, events: int, nodes: int, least: int, most: int) -> list[Churn]:
-    """A sequence of events for a job that begins with `nodes`, and never has fewer than `least` or more than `most`.
+    """Return events for a job that begins with `nodes` nodes, and never has fewer than `least` or more than `most`.
 
-    Of four events each kind comes once, in random order as far as the bounds allow it.
+    Each kind comes once in every four events, in random order as far as the bounds allow.
     """
     chance = random.Random(seed)
     found: list[Churn] = []
@@ -47,7 +47,7 @@ def trace(seed: int, events: int, nodes: int, least: int, most: int) -> list[Chu
         if kind in bag:
             bag.remove(kind)
         else:
-            bag = []  # none of the rest is possible now
+            bag = []  # none of the remaining kinds is possible now
         nodes += (kind is Churn.JOIN) - (kind in _GOES)
         found.append(kind)
     return found
@@ -60,22 +60,22 @@ def _stays_within(kind: Churn, nodes: int, least: int, most: int) -> bool:
 
 
 def most_nodes(plan: Sequence[Churn], nodes: int) -> int:
-    """Return the most nodes that a job which begins with `nodes` has under a trace."""
+    """Return the most nodes that a job has under a trace, if it begins with `nodes`."""
     changes = [(kind is Churn.JOIN) - (kind in _GOES) for kind in plan]
     return max(accumulate(changes, initial=nodes))
 
 
 def surviving_line(step_logs: Iterable[Sequence[FinishedStep]], beside_s: float) -> list[FinishedStep]:
-    """Return the steps that led to the state which a job has at the end, the newest first, each number once.
+    """Return the steps that led to a job's final state, the newest first, each step number once.
 
-    A process that goes on from step n - 1 to step n carries the state. Where all who finished step n are new, they
-    have the state of those who finished a smaller number last. So steps that were done again are left out, and also
-    what worlds did beside each other (split quorums) before all but one were thrown away, and what came before a job
-    began anew.
+    A process that goes from step n - 1 to step n carries the state. If all processes that finished step n are new, they
+    have the state of the processes that last finished a smaller step. This leaves out steps that were repeated, steps
+    of parallel worlds (split quorums) that were thrown away, and steps before a job restarted from the beginning.
 
     Args:
-        step_logs: of all places.
-        beside_s: of worlds that finished steps within so long before the end, the one with the most steps survives.
+        step_logs: Logs of all places.
+        beside_s: Among worlds that finished steps in this many seconds before the end, the one with the most steps
+            survives.
     """
     steps = sorted((step for step_log in step_logs for step in step_log), key=lambda step: step.at)
     by_number: dict[int, list[FinishedStep]] = {}
@@ -100,19 +100,18 @@ def goodput(
     until: float,
     limit: float = GOODPUT_LIMIT,
 ) -> float:
-    """Return useful time by elapsed time, from the first finished step in the logs until `until`.
+    """Return useful time divided by elapsed time, from the first finished step in the logs until `until`.
 
-    Each step of the line that survives counts once, with the time that it takes in an undisturbed world of the size
-    that finished it.
+    Each surviving step counts once, with the time that it takes in an undisturbed world of the size that finished it.
 
     Args:
-        step_logs: of all places, of the time in question.
-        step_s: size of a world -> its undisturbed time of a step.
-        until: `time.monotonic()`; a job that stands still at the end is of no use until then.
-        limit: the most that is believed.
+        step_logs: Logs of all places during the measured time.
+        step_s: Size of a world -> its undisturbed step time.
+        until: End of the measured time (`time.monotonic()`). If a job stands still at the end, that time is not useful.
+        limit: Largest plausible goodput.
 
     Raises:
-        ValueError: no step was finished, or more time was useful than passed.
+        ValueError: No step was finished, or the goodput is above `limit`.
     """
     step_logs = list(step_logs)
     if not any(step_logs):

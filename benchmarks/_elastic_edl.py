@@ -22,7 +22,7 @@ def main() -> None:
     training = Training(task)
     state = State(model=training.model, optimizer=training.optimizer)
     if task.save_s == math.inf:
-        checkpointer = Checkpointer(state, interval_steps=sys.maxsize)  # none after the first step's
+        checkpointer = Checkpointer(state, interval_steps=sys.maxsize)  # no snapshots after the first step's
     else:
         checkpointer = Checkpointer(state, interval_s=task.save_s or None)
     step_log = StepLog(task, int(os.environ["LOCAL_RANK"]))

@@ -1,4 +1,4 @@
-"""What happens to an elastic job, and how long it takes the others to get over it."""
+"""Events that happen to an elastic job, and how long the remaining workers take to recover."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECOND_KILL_S = 0.15
 
 @dataclass(frozen=True)
 class Event:
-    """Something happened at `at`, the `survivors` should get over it, and then `after` are to train together."""
+    """An event at `at`, after which the `survivors` should recover and the places in `after` train together."""
 
     at: float
     survivors: list[str]
@@ -27,12 +27,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job got over an event.
+    """How a job recovered from an event.
 
     Attributes:
-        seconds: from the event to the slowest survivor's first step in the next world.
-        pause_s: a survivor's longest time between two steps, less its usual one.
-        lost: steps that were finished before and done again.
+        seconds: Seconds from the event to the slowest survivor's first step in the next world.
+        pause_s: A survivor's longest time between two steps, minus its usual time.
+        lost: Steps that were finished before the event and had to be repeated.
     """
 
     seconds: float
@@ -41,10 +41,10 @@ class Outcome:
 
 
 def get_over(job: Job, happen: Callable[[Job], Event], timeout_s: float) -> Outcome:
-    """Let something happen to a job, and wait until it trains again.
+    """Let an event happen to a job, and wait until it trains again.
 
     Raises:
-        Hang: it does not.
+        Hang: The job does not train again.
     """
     job.step_logs.read()
     usual = {place: median_step_s(steps[-_RECENT:]) for place, steps in job.step_logs.steps.items() if len(steps) > 1}
@@ -58,14 +58,14 @@ def get_over(job: Job, happen: Callable[[Job], Event], timeout_s: float) -> Outc
 
 
 def kill_rank(job: Job, victim: str) -> Event:
-    """SIGKILL to one rank, which the job replaces if ranks are its to start."""
+    """Send SIGKILL to one rank. The job replaces it if the job itself starts ranks."""
     rest = [place for place in job.places() if place != victim]
     at = job.signal_rank(victim)
     return Event(at, rest, job.places())
 
 
 def join(job: Job) -> Event:
-    """A node more."""
+    """Add a node."""
     members = job.places()
     at = job.start(max(job.nodes) + 1)
     return Event(at, members, job.places())
@@ -77,7 +77,7 @@ def _stop_rank(job: Job) -> Event:
 
 
 def kill_node(job: Job, number: int) -> Event:
-    """SIGKILL to a node's agent and all that it started."""
+    """Send SIGKILL to a node's agent and everything that it started."""
     at = job.kill_node(number)
     return Event(at, job.places(), job.places())
 
@@ -90,7 +90,7 @@ def _kill_two(job: Job) -> Event:
 
 def _kill_again(job: Job) -> Event:
     job.signal_rank("1-0")
-    time.sleep(_SECOND_KILL_S)  # no wait for something: this is when the second one dies
+    time.sleep(_SECOND_KILL_S)  # not a wait for a condition: this is when the second worker dies
     at = job.kill_node(2)
     return Event(at, ["0-0"], job.places())
 
@@ -109,4 +109,4 @@ ADVERSARIES: dict[str, Callable[[Job], Event]] = {
     "a worker, and a node during the recovery: SIGKILL": _kill_again,
     "a node leaves: SIGTERM": _leave,
 }
-"""For a job of three nodes with a rank each."""
+"""Events for a job with three nodes and one rank on each."""

@@ -1,4 +1,4 @@
-"""A job of several nodes on this machine, as processes that can be killed: started one way or another, and watched."""
+"""A job of several nodes on this machine, with any launcher, whose processes can be watched and killed."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _POLL_S = 0.02
 
 
 class Hang(Exception):
-    """What was waited for did not come within its deadline."""
+    """Raised when something did not happen before its deadline."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a node is started: its command, and what its environment has besides."""
+    """How a node is started: its command, and additional environment variables."""
 
     command: Sequence[str]
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
 class Job:
-    """Nodes, named by numbers from 0 on, and what their ranks write in their step logs.
+    """Nodes, numbered from 0, and the step logs of their ranks.
 
     Args:
-        folder: of the step logs; each process's output goes there as well, with the time (`time.monotonic()`).
-        launch: how to start node `number`.
-        workers: ranks on a node.
-        leftover: a folder that nodes leave behind when they are killed.
+        folder: Folder for the step logs, and for each process's output with times (`time.monotonic()`).
+        launch: Returns how to start node `number`.
+        workers: Ranks on a node.
+        leftover: A folder that nodes leave behind when they are killed.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class Job:
         self._workers = workers
         self._leftover = leftover
         self.next_number = 0
-        """That no node has had yet."""
+        """The smallest number that no node has had yet."""
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: list[subprocess.Popen[bytes]] = []
 
     @property
     def nodes(self) -> set[int]:
-        """The numbers of those that were started, and neither killed nor lost nor asked to leave."""
+        """Return the numbers of nodes that were started, and not killed, lost or asked to leave."""
         return set(self._nodes)
 
     def start(self, number: int) -> float:
-        """Start a node. Returns when (`time.monotonic()`)."""
+        """Start a node, and return the time (`time.monotonic()`)."""
         self.next_number = max(self.next_number, number + 1)
         launch = self._launch(number)
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **launch.environ}
@@ -78,12 +78,12 @@ class Job:
         return begin
 
     def places(self, numbers: Collection[int] | None = None) -> list[str]:
-        """The places of all ranks, or of those on some nodes."""
+        """Return the places of all ranks, or of the ranks on some nodes."""
         chosen = self._nodes if numbers is None else numbers
         return [f"{number}-{rank}" for number in sorted(chosen) for rank in range(self._workers)]
 
     def together(self, places: Collection[str] | None = None, *, count: int = 3, timeout_s: float = 90.0) -> None:
-        """Wait until `places`, by default all, have each finished `count` more steps in one world of just them.
+        """Wait until each of `places` (default: all) has finished `count` more steps in a world of just these places.
 
         Raises:
             Hang: they have not within `timeout_s`.
@@ -117,24 +117,24 @@ class Job:
             time.sleep(_POLL_S)
 
     def pid(self, place: str) -> int:
-        """Of the rank that works at `place`."""
+        """Return the process id of the rank at `place`."""
         self.step_logs.read()
         last = self.step_logs.last(place)
         assert last is not None
         return last.pid
 
     def signal_rank(self, place: str, number: int = signal.SIGKILL) -> float:
-        """Send a signal to a rank. Returns when."""
+        """Send a signal to a rank, and return the time."""
         pid = self.pid(place)
         now = time.monotonic()
         os.kill(pid, number)
         for node, process in list(self._nodes.items()):
             if process.pid == pid and number == signal.SIGKILL:
-                self._forget(node).wait(10)  # a rank that is a node by itself
+                self._forget(node).wait(10)  # a rank that is its own node
         return now
 
     def kill_node(self, number: int) -> float:
-        """SIGKILL to everything on a node at once. Returns when."""
+        """Send SIGKILL to all processes on a node at once, and return the time."""
         process = self._forget(number)
         pids = processes(process.pid)
         now = time.monotonic()
@@ -143,19 +143,19 @@ class Job:
         return now
 
     def ask_to_leave(self, number: int) -> float:
-        """SIGTERM to a node's own process, which is not waited for. Returns when."""
+        """Send SIGTERM to a node's own process without waiting for its end, and return the time."""
         process = self._forget(number)
         now = time.monotonic()
         process.terminate()
         return now
 
     def lose(self, number: int) -> float:
-        """Count a node as gone whose processes go on, until `close`. Returns when."""
+        """Treat a node as gone, though its processes run until `close`, and return the time."""
         self._forget(number)
         return time.monotonic()
 
     def close(self) -> None:
-        """Kill what is left of all nodes."""
+        """Kill all remaining processes of all nodes."""
         for process in [*self._nodes.values(), *self._ended]:
             if process.poll() is None:
                 _kill(processes(process.pid))
@@ -188,7 +188,7 @@ def _kill(pids: Sequence[int]) -> None:
 
 
 def _copy(stream: IO[bytes], log: Path) -> None:
-    """Copy lines with the time in front."""
+    """Copy lines to a log, with the time before each."""
     with stream, log.open("ab") as file:
         for line in stream:
             file.write(f"{time.monotonic():.3f} ".encode() + line)

@@ -1,4 +1,4 @@
-"""Hosts on one machine: a network namespace each, joined by a bridge, so that all packets of one can be dropped."""
+"""Hosts on one machine, each a network namespace on a bridge, so that all packets of a host can be dropped."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 __all__ = ["Network"]
 
 _SUBNET = "10.231.0"
-"""Of a private range (RFC 1918)."""
+"""A subnet of a private range (RFC 1918)."""
 
 
 class Network:
-    """Some hosts, and the bridge's own address, where what all of them need may listen.
+    """Some hosts, and the bridge's own address, on which servers for all hosts can listen.
 
     Args:
-        hosts: how many.
+        hosts: Number of hosts.
 
     Raises:
-        OSError: namespaces cannot be made: that takes root and iproute2.
+        OSError: Namespaces cannot be made, which requires root and iproute2.
     """
 
     def __init__(self, hosts: int) -> None:
@@ -41,18 +41,18 @@ class Network:
             raise
 
     def command(self, number: int, command: Sequence[str]) -> list[str]:
-        """What runs `command` on a host; its only interface is named eth0."""
+        """Return the command line that runs `command` on a host, whose only interface is eth0."""
         return ["ip", "netns", "exec", self._name(number), *command]
 
     def cut(self, number: int) -> None:
-        """Drop all packets from and to a host, which nobody is told of."""
+        """Silently drop all packets from and to a host."""
         self._ip("link", "set", self._port(number), "down")
 
     def close(self) -> None:
-        """Remove all of it. Processes on the hosts are to be ended before."""
+        """Remove all hosts and the bridge. End the processes on the hosts first."""
         for number in range(self.hosts):
-            # The kernel takes a namespace down some time after it was deleted. Until then its link keeps its name,
-            # which the next network of this process could not have.
+            # The kernel removes a namespace some time after it was deleted. Until then, its link keeps its name, which
+            # the next network in this process could not use.
             with contextlib.suppress(OSError):
                 self._ip("link", "delete", self._port(number))
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""A script for Ray Train: an elastic group of workers that starts again from the newest checkpoint. Runs in .tools/ray.
+"""A script for Ray Train: an elastic group of workers that restarts from the newest checkpoint. Runs in .tools/ray.
 
-As Ray's documentation of fault tolerance and elastic training advises: any number of failures, one to three workers,
-and checkpoints that rank 0 reports. Ray checks its workers ten times a second (default: every 2 s), and checks each
-second whether more of them fit (default: every 60 s).
+It follows Ray's documentation on fault tolerance and elastic training: any number of failures, one to three workers,
+and checkpoints that rank 0 reports. Ray checks its workers ten times a second (default: every 2 s), and checks every
+second whether there is room for more workers (default: every 60 s).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks._elastic_task import StateFile, StepLog, Task, Training
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train until killed; runs in each of the workers."""
+    """Train until killed. Each worker runs this function."""
     task = Task(**settings)
     training = Training(task)
     begin = 0
@@ -55,7 +55,7 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run a cluster of one node, with room for three workers."""
+    """Run a cluster of one node with room for three workers."""
     task = Task.from_arguments()
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.1"
     most = int(os.environ["BENCHMARK_WORKERS"])

@@ -1,8 +1,9 @@
-"""What every side of `recovery` and `churn` trains, and how it tells which steps it has finished.
+"""What every side of `recovery` and `churn` trains, and how it logs its finished steps.
 
-The model has two layers, 8.4 million parameters at a width of 2,048, and a few rows a step. Sleeping stands for what a
-GPU would compute, so that more processes than cores do not fight for them; backward, the all-reduce, the optimizer and
-the copies of the state are real. Needs torch alone, since torchft has an environment of its own.
+The model has two layers, 8.4 million parameters at a width of 2,048, and gets a few rows per step. It sleeps instead of
+computing on a GPU, so that processes do not compete if there are more of them than cores. The backward pass, the
+all-reduce, the optimizer and the copies of the state are real. This module needs only torch, since torchft has its own
+environment.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Task:
     """What a script trains, and where it writes.
 
     Attributes:
-        folder: where step logs, and checkpoints of those that write them, lie.
-        name: of the node; it keeps it when it comes back.
-        width: of the layers; the model has 2 * width * (width + 1) parameters.
-        sleep_s: of a step, in place of a GPU's work.
-        save_s: seconds between two snapshots, 0 for as often as costs 1% of the time, infinite for none.
+        folder: Folder for step logs, and for the checkpoints of scripts that write any.
+        name: Name of the node, which stays the same if the node comes back.
+        width: Width of the layers. The model has 2 * width * (width + 1) parameters.
+        sleep_s: Seconds to sleep per step, in place of a GPU's work.
+        save_s: Seconds between snapshots; 0 for an interval at which they cost 1% of the time, infinite for none.
     """
 
     folder: Path
@@ -63,7 +64,7 @@ class Task:
 
 
 class Training:
-    """A model, its optimizer and fixed data, the same in every process."""
+    """A model, its optimizer and fixed data, which are the same in every process."""
 
     def __init__(self, task: Task) -> None:
         torch.set_num_threads(1)
@@ -78,7 +79,7 @@ class Training:
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, reduce: Reduce | None = None
     ) -> None:
-        """One step with `model` and `optimizer`, wrapped or not; `reduce` averages gradients if `model` does not."""
+        """Make a step with `model` and `optimizer`, wrapped or not. `reduce` averages gradients if `model` does not."""
         optimizer.zero_grad()
         batch = number % _BATCHES
         loss = nn.functional.mse_loss(model(self._inputs[batch]), self._targets[batch])
@@ -90,21 +91,21 @@ class Training:
 
 
 class StateFile:
-    """The state in a folder by `torch.save`, from which a job without EDL goes on once all its ranks are gone."""
+    """The state, saved with `torch.save`, from which a job without EDL resumes once all its ranks are gone."""
 
     EVERY_STEPS = 20
-    """Between two files: 3 s of training, of which half is done again on average; a file costs 1% of that."""
+    """Steps between two files: 3 s of training, of which half is repeated on average. A file costs 1% of that time."""
 
     def __init__(self, task: Task) -> None:
         self._path = task.folder / "checkpoint.pt"
         self._enabled = task.save_s < math.inf
 
     def load(self) -> dict[str, Any] | None:
-        """Return the newest state that was saved, or nothing if none was."""
+        """Return the newest saved state, or None if there is none."""
         return torch.load(self._path) if self._path.exists() else None
 
     def save(self, step: int, state: Callable[[], dict[str, Any]]) -> bool:
-        """Save after step `step` if it is its turn. Returns whether it was."""
+        """Save the state after step `step` if it is due, and return whether it was."""
         if not self._enabled or step % self.EVERY_STEPS:
             return False
         part = self._path.with_suffix(f".{os.getpid()}")
@@ -114,16 +115,16 @@ class StateFile:
 
 
 class StepLog:
-    """A file to which one rank's place on a node appends a line for each finished step, whoever has that place."""
+    """A file with a line for each finished step of a place (a local rank on a node), whichever process has it."""
 
     def __init__(self, task: Task, local_rank: int = 0) -> None:
         path = task.folder / f"{task.name}-{local_rank}.steps"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def finished(self, step: int, generation: int, world: int) -> None:
-        """Step `step`, counted from 0, is finished, by `world` ranks that form `generation`."""
+        """Log that the `world` ranks of `generation` have finished step `step`, counted from 0."""
         os.write(self._file, f"step {time.monotonic():.6f} {step} {generation} {world} {os.getpid()}\n".encode())
 
     def saved(self, step: int) -> None:
-        """The state after that step is safe."""
+        """Log that the state after that step has been saved."""
         os.write(self._file, f"saved {step}\n".encode())

@@ -1,8 +1,8 @@
-"""A script for torchft: each process is a replica group of its own, as its README has it. Runs in .tools/torchft.
+"""A script for torchft in which each process is its own replica group, as in torchft's README. Runs in .tools/torchft.
 
-torchft 0.2.0's `DistributedDataParallel` ends with an AssertionError when a peer is lost over gloo, so that gradients
-are reduced here by the manager itself, which is what that class does. As torchft's example `train_ddp.py` asks of its
-user, the state is saved now and then as well: live replicas give it to new ones, but it is gone with the last of them.
+torchft 0.2.0's `DistributedDataParallel` raises an AssertionError when a peer is lost over gloo, so gradients are
+reduced here by the manager itself, as that class does. As torchft's example `train_ddp.py` advises, the state is also
+saved regularly: live replicas pass it to new ones, but it is lost with the last replica.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     while True:
         step = manager.current_step()
         training.step(training.model, optimizer, step, reduce)
-        if manager.current_step() > step:  # else the step was given up, and is tried again by those who are left
+        if manager.current_step() > step:  # else the step was abandoned, and the remaining ranks retry it
             finished = manager.current_step() - 1
             step_log.finished(finished, manager._quorum_id, manager.num_participants())
             if manager.participating_rank() == 0 and file.save(finished, save_all):

@@ -1,4 +1,4 @@
-"""A script for torchrun as its tutorials have it: rank 0 saves to a folder now and then, all ranks load from there."""
+"""A script for torchrun that follows its tutorials: rank 0 saves to a folder regularly, and all ranks load from it."""
 
 from __future__ import annotations
 

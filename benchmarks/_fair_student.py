@@ -16,7 +16,7 @@ MODEST_ROWS, GREEDY_ROWS = 4, 256
 
 
 def modest(endpoint: str, seconds: float) -> list[float]:
-    """How long each request takes, in seconds."""
+    """Return the seconds that each request takes."""
     asked, ended = threading.Semaphore(0), False
 
     def source() -> Iterator[tuple[Any]]:
@@ -43,7 +43,7 @@ def modest(endpoint: str, seconds: float) -> list[float]:
 
 
 def greedy(endpoint: str, seconds: float) -> None:
-    """Have as much in flight as the reader lets, in requests that are larger than a batch."""
+    """Keep as many requests in flight as the reader allows, each larger than a batch."""
     until = time.monotonic() + 2 * WARM_UP_S + seconds
 
     def source() -> Iterator[tuple[Any]]:

@@ -1,6 +1,6 @@
-"""What all benchmarks share: options, sides that take turns, medians and spread of ratios, a table and one JSON line.
+"""What all benchmarks share: options, sides that take turns, medians and ranges of ratios, a table and a JSON line.
 
-A machine's speed changes from minute to minute, so figures of one run are divided by one another round by round, and
+A machine's speed changes from minute to minute, so figures from one run are divided by one another round by round, and
 only the ratios are compared with goals::
 
     def measure(options: Options) -> dict[str, list[float]]:
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Goal:
-    """What the figure `key` should be: at least `value`, or at most; in the median of all rounds, or `always`."""
+    """A bound on the figure `key`: at least or at most `value`, for the median of all rounds or for every round."""
 
     key: str
     value: float
@@ -37,7 +37,7 @@ class Goal:
     always: bool = False
 
     def met(self, found: Spread) -> bool:
-        """Whether a figure meets it."""
+        """Return whether a figure meets the goal."""
         if self.sense == "at least":
             return (found.min if self.always else found.median) >= self.value
         return (found.max if self.always else found.median) <= self.value
@@ -48,12 +48,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says.
+    """The options on the command line.
 
     Attributes:
-        repeats: rounds; every side is measured once a round.
-        seconds: how long a side runs in a round.
-        quick: only show that everything works; the figures mean little.
+        repeats: Number of rounds. Every side is measured once per round.
+        seconds: Seconds for which a side runs in a round.
+        quick: Only check that everything works; the figures mean little.
     """
 
     repeats: int
@@ -63,7 +63,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and extremes of the rounds."""
+    """Median, minimum and maximum over the rounds."""
 
     median: float
     min: float
@@ -71,7 +71,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of one or more values."""
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Spread:
 
 
 def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Measure every side once a round, each round starting with another side."""
+    """Measure every side once per round. Each round starts with a different side."""
     rounds: dict[str, list[T]] = {name: [] for name in sides}
     order = list(sides)
     for number in range(repeats):
@@ -88,13 +88,13 @@ def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, 
         for name in order[turn:] + order[:turn]:
             progress(f"round {number + 1} of {repeats}: {name}")
             rounds[name].append(found := sides[name]())
-            if isinstance(found, float):  # kept if the benchmark is stopped before its end
+            if isinstance(found, float):  # on record if the benchmark is stopped early
                 progress(f"  {found:.4g}")
     return rounds
 
 
 def divide(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """The ratio of each round."""
+    """Return the ratio in each round."""
     return [our / their for our, their in zip(ours, theirs, strict=True)]
 
 
@@ -102,13 +102,13 @@ _notes: list[str] = []
 
 
 def note(text: str) -> None:
-    """Say something beside the ratios, in Markdown: to standard error, since standard output may be one JSON line."""
+    """Print a note in Markdown to standard error, since standard output may be one JSON line."""
     _notes.append(text)
     print(text, file=sys.stderr, flush=True)
 
 
 def progress(text: str) -> None:
-    """Say what is being done now, to whoever waits for it."""
+    """Print what the benchmark is doing now."""
     print(f"... {text}", file=sys.stderr, flush=True)
 
 
@@ -123,9 +123,9 @@ def main(
     """Run one benchmark from the command line.
 
     Args:
-        measure: returns for each key what every round gave: ratios, or seconds for a key that ends in `_s`.
-        goals: for some or all of the keys.
-        own: options of this benchmark alone, which it has read itself; for the help.
+        measure: Returns the values of all rounds for each key: ratios, or seconds if the key ends in `_s`.
+        goals: Goals for some or all of the keys.
+        own: Parser of the benchmark's own options, which it has already read; shown in the help.
     """
     parser = argparse.ArgumentParser(
         description=description,
@@ -134,10 +134,10 @@ def main(
         parents=list(own),
     )
     parser.add_argument("--repeats", type=positive, help="rounds (default 5)")
-    parser.add_argument("--seconds", type=float, help="how long a side runs in a round (default 4)")
-    parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, measures nothing")
+    parser.add_argument("--seconds", type=float, help="seconds for which a side runs in a round (default 4)")
+    parser.add_argument("--quick", action="store_true", help="run one short round, only to check that it works")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
-    parser.add_argument("--notes", type=Path, metavar="FILE", help="write there, too, what is said beside the ratios")
+    parser.add_argument("--notes", type=Path, metavar="FILE", help="also write the notes to this file")
     given = parser.parse_args(argv)
     _notes.clear()
     options = Options(
@@ -158,7 +158,7 @@ def main(
 
 
 def table(spreads: Mapping[str, Spread], goals: Sequence[Goal]) -> str:
-    """A Markdown table of figures and goals; a goal without a figure is shown as not measured."""
+    """Return a Markdown table of figures and goals. A goal without a figure is shown as not measured."""
     wanted = {goal.key: goal for goal in goals}
     lines = ["| figure | median (range) | goal |", "| --- | ---: | --- |"]
     for key in [*spreads, *(key for key in wanted if key not in spreads)]:
@@ -173,7 +173,7 @@ def table(spreads: Mapping[str, Spread], goals: Sequence[Goal]) -> str:
 
 
 def positive(text: str) -> int:
-    """Read a number of the command line that is 1 or more."""
+    """Return a number from the command line, which must be 1 or more."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")

@@ -41,7 +41,7 @@ TORCHFT = ROOT / ".tools/torchft/bin/python"
 _EDL = (sys.executable, "-m", "edl", "run")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""As torchrun comes, it does not recover from a worker's death: the ranks of the next world find old addresses."""
+"""By default, torchrun does not recover from a worker's death: the ranks of the next world find old addresses."""
 
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -52,35 +52,35 @@ def _script(name: str, task: Task, node: int) -> list[str]:
 
 
 def edl_workers(task: Task, workers: int) -> Job:
-    """One node of ours with `workers` ranks."""
+    """Return a job with one `edl run` node that has `workers` ranks."""
     return _edl(task, ["--nnodes", "1", "--nproc-per-node", str(workers)], workers)
 
 
 def edl_nodes(task: Task, most: int) -> Job:
-    """Up to `most` nodes of ours with a rank each, which meet in a SQLite file."""
+    """Return a job with up to `most` `edl run` nodes, with one rank each, which meet in a SQLite file."""
     return _edl(task, ["--nnodes", f"1:{most}", "--nproc-per-node", "1"], 1)
 
 
 def edl_script(folder: Path, most: int, script: str, arguments: Sequence[str]) -> Job:
-    """Up to `most` nodes of ours with a rank each that run another script; it is told its node by `--name NUMBER`."""
+    """Return a job like `edl_nodes` that runs another script, which gets its node as `--name NUMBER`."""
     command = [str(ROOT / "benchmarks" / script), *arguments]
     options = ["--nnodes", f"1:{most}", "--nproc-per-node", "1"]
     return _edl(Task(folder, "0", 0, 0.0), options, 1, lambda node: [*command, "--name", str(node)])
 
 
 def edl_hosts(task: Task, network: Network, store: str) -> Job:
-    """Nodes of ours with a rank each, on the hosts of a network, which meet in a store that these reach."""
+    """Return a job of `edl run` nodes, with one rank each, on a network's hosts, which meet in a store."""
     options = ["--nnodes", f"1:{network.hosts}", "--nproc-per-node", "1"]
     return _edl(task, options, 1, store=store, network=network)
 
 
 def job_name(task: Task) -> str:
-    """What a job of ours is called in its store."""
+    """Return the name of an `edl run` job in its store."""
     return f"bench-{task.folder.name}"
 
 
 def store_url(task: Task) -> str:
-    """Where the nodes of a job of ours meet."""
+    """Return the URL of the store in which the nodes of an `edl run` job meet."""
     return f"sqlite:///{task.folder}/store.sqlite"
 
 
@@ -106,7 +106,7 @@ def _edl(
 
 
 def torchrun_workers(task: Task, workers: int) -> Job:
-    """One node of torchrun's with `workers` ranks."""
+    """Return a job with one torchrun node that has `workers` ranks."""
     options = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", "1000"]
     command = [*_TORCHRUN, *options]
     return Job(
@@ -115,13 +115,16 @@ def torchrun_workers(task: Task, workers: int) -> Job:
 
 
 def torchrun_nodes(task: Task, most: int) -> Job:
-    """Up to `most` nodes of torchrun's with a rank each; the first one hosts the rendezvous."""
+    """Return a job with up to `most` torchrun nodes, with one rank each. The first node hosts the rendezvous."""
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{_free_port()}"]
     return _torchrun_nodes(task, most, [*meet, "--rdzv-conf", "last_call_timeout=2"])
 
 
 def torchrun_nodes_in_store(task: Task, most: int) -> Job:
-    """The same, but this process hosts the rendezvous, so that any node may die; they notice that in 4 s, not in 15."""
+    """Return a job like `torchrun_nodes`, but this process hosts the rendezvous, so any node may die.
+
+    Nodes notice a death in 4 s instead of 15 s.
+    """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store.port}"]
     timing = "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=4"
@@ -129,7 +132,7 @@ def torchrun_nodes_in_store(task: Task, most: int) -> Job:
 
 
 def _torchrun_nodes(task: Task, most: int, meet: list[str], store: TCPStore | None = None) -> Job:
-    """Start agents of torchrun's that meet there; the job holds the store of this process, if there is one."""
+    """Return a job of torchrun agents with these rendezvous options. The job holds this process's store, if any."""
     options = ["--nnodes", f"1:{most}", "--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-id", "bench", *meet]
     command = [*_TORCHRUN, *options]
 
@@ -140,10 +143,10 @@ def _torchrun_nodes(task: Task, most: int, meet: list[str], store: TCPStore | No
 
 
 def torchft(task: Task, join_timeout_s: float, stack: ExitStack) -> Job:
-    """Replica groups of one rank each, and a lighthouse that the `stack` ends.
+    """Return a job of replica groups with one rank each, and start a lighthouse that the `stack` ends.
 
     Args:
-        join_timeout_s: how long the lighthouse waits for replicas that still seem to live; its own default is 60 s.
+        join_timeout_s: Seconds that the lighthouse waits for replicas that still seem alive (its default is 60).
     """
     port = _free_port()
     options = ["--min_replicas", "1", "--bind", f"127.0.0.1:{port}"]
@@ -159,7 +162,7 @@ def torchft(task: Task, join_timeout_s: float, stack: ExitStack) -> Job:
 
 
 def ray_workers(task: Task, workers: int) -> Job:
-    """One node of Ray with `workers` workers of Ray Train."""
+    """Return a job with one Ray node that has `workers` Ray Train workers."""
     environ = {"BENCHMARK_WORKERS": str(workers), "RAY_USAGE_STATS_ENABLED": "0"}
     return Job(task.folder, lambda node: Launch([str(RAY), *_script("_elastic_ray.py", task, node)], environ), workers)
 

@@ -1,4 +1,4 @@
-"""The load of the `reader` and `degradation` benchmarks: what crosses between a student and a teacher of no cost."""
+"""The load of the `reader` and `degradation` benchmarks: what a student exchanges with a teacher of no cost."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ IMAGE = (3, 224, 224)
 CLASSES = 1000
 DTYPES = {"uint8": 1, "float32": 4}
 ROTATION = 4
-"""So many prebuilt batches take turns, since a trainer does not send the same array over and over."""
+"""Number of prebuilt batches that take turns, since a trainer does not send the same array repeatedly."""
 
 VOCABULARY = 2000
 TOP_K = 64
 SEQUENCES = 8
-"""Of a batch of texts, which is padded to the longest."""
+"""Texts in a batch, which is padded to the longest."""
 SHORTEST, LONGEST = 96, 160
 MAX_TOKENS = SEQUENCES * LONGEST
-"""Of a batch, so that a request has all of its tokens."""
+"""Most tokens in a batch, so that one request has room for all of them."""
 
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""Environment that lets glibc keep freed memory; every peer gets it, as EDL gives it to itself (`edl.memory`)."""
+"""Environment in which glibc keeps freed memory. Every peer gets it, since EDL does the same (`edl.memory`)."""
 
 
 def request_nbytes(dtype: str) -> int:
-    """Bytes of the images of one request."""
+    """Return the bytes of the images in one request."""
     channels, height, width = IMAGE
     return ROWS * channels * height * width * DTYPES[dtype]
 
 
 def likeliest_of(ids: Any) -> Any:
-    """The token that `TokenSleeper` says follows a token."""
+    """Return the token that `TokenSleeper` predicts after each token."""
     return (ids * 7 + 1) % VOCABULARY

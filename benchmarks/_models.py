@@ -19,21 +19,21 @@ Arrays = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
 
 
 def label_of(ids: Any) -> Any:
-    """The label of a row, by which a label on the wrong row is found out."""
+    """Return the label of each row, which reveals labels on the wrong row."""
     return ids * 7 + 1
 
 
 class Sleeper:
-    """A teacher whose time is slept, and whose answers tell which row they belong to and who gave them.
+    """A teacher that sleeps instead of computing, and whose answers identify their row and the teacher.
 
     Input `id` INT64 [rows, 1], and with `classes` above 0 `image` of `dtype` (read, not computed with). Outputs `label`
     INT64 [rows, 2]: `label_of(id)` and the teacher's number; with `classes`, `logits` FP32 [rows, classes] as well.
 
     Args:
-        number: of this teacher.
-        seconds: that a batch takes, of whatever size.
-        every, factor: each so many batches one takes `factor` times as long; 0 for none.
-        log: a file to which the first id of each batch is written when its computation begins. It outlives SIGKILL.
+        number: Number of this teacher.
+        seconds: Seconds that a batch of any size takes.
+        every, factor: Every `every`-th batch takes `factor` times as long; 0 for none.
+        log: A file to which the first id of each batch is written when its computation begins. It survives SIGKILL.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Sleeper:
         self._factor = factor
         self._log = Path(log).open("a", buffering=1) if log else None  # noqa: SIM115 - closed with the process
         self._classes = classes
-        self._batches = self._number * 11  # so that not all teachers stumble at once
+        self._batches = self._number * 11  # so that not all teachers are slow at once
         self.version = "1"  # the teachers differ in their numbers, not in their weights
         self.inputs = ["id:int64[1]"]
         self.outputs = ["label:int64[2]"]
@@ -73,14 +73,14 @@ class Sleeper:
         return outputs
 
     def warm_up(self, max_rows: int) -> None:
-        """Nothing needs warming up, and `log` is for real requests."""
+        """Do nothing: nothing needs warming up, and `log` is for real requests."""
 
 
 class TokenSleeper(Backend):
-    """A language model whose time is slept, and whose most likely token tells which row it belongs to.
+    """A language model that sleeps instead of computing, and whose most likely token identifies its row.
 
     Args:
-        seconds: that a batch takes, of whatever size.
+        seconds: Seconds that a batch of any size takes.
     """
 
     inputs = (TensorSpec(names.IDS, "INT32"), TensorSpec(names.POSITION, "INT32"))
@@ -105,4 +105,4 @@ class TokenSleeper(Backend):
         return {names.LOGPROBS: TopKArrays(ids.astype(np.int32), values, tail)}
 
     def warm_up(self, max_rows: int) -> None:
-        """Nothing needs warming up."""
+        """Do nothing: nothing needs warming up."""

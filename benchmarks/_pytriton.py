@@ -1,8 +1,9 @@
-"""The `reader` benchmark's peers: NVIDIA's PyTriton through gRPC and through system shared memory.
+"""The `reader` benchmark's peers: NVIDIA's PyTriton over gRPC and over system shared memory.
 
-Runs as a `Child` of `.tools/triton`'s Python, and starts Triton from `tools/triton_server.py` with a model of no cost.
-Each way of asking gets what helps it: several requests in flight from threads of the synchronous client or from the
-asynchronous one, regions registered once and reused, outputs read in place where the client allows it.
+Runs as a `Child` in `.tools/triton`'s Python, and starts Triton from `tools/triton_server.py` with a model that
+computes nothing. Each client is used in its fastest way: several requests in flight, from threads with the synchronous
+client or from the asynchronous one, regions registered once and reused, and outputs read in place where the client
+allows it.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ _TRITON_TYPES = {"uint8": "UINT8", "float32": "FP32"}
 
 
 def batches(dtype: str) -> list[Any]:
-    """Prebuilt batches that take turns."""
+    """Return prebuilt batches that take turns."""
     return [np.full((ROWS, *IMAGE), number, dtype) for number in range(ROTATION)]
 
 
 def free_port() -> int:
-    """A port that is free now."""
+    """Return a port that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def tensor(dtype: str, module: Any) -> Any:
-    """The request's input, without data."""
+    """Return the request's input, without data."""
     return module.InferInput("image", [ROWS, *IMAGE], _TRITON_TYPES[dtype])
 
 
 async def grpc_aio(endpoint: str, dtype: str, in_flight: int, seconds: float, window: Window) -> None:
-    """Arrays in the request, the asynchronous client."""
+    """Send arrays in requests, with the asynchronous client."""
     async with aio_client.InferenceServerClient(endpoint) as client:
 
         async def worker(number: int) -> None:
@@ -70,7 +71,7 @@ async def grpc_aio(endpoint: str, dtype: str, in_flight: int, seconds: float, wi
 
 
 class GrpcSlot:
-    """One request at a time with arrays in it, the synchronous client."""
+    """Sends one request at a time, with arrays in it, through the synchronous client."""
 
     def __init__(self, endpoint: str, dtype: str) -> None:
         self._client = sync_client.InferenceServerClient(endpoint)
@@ -78,18 +79,18 @@ class GrpcSlot:
         self._data = batches(dtype)
 
     def once(self, number: int) -> None:
-        """Ask, and look at the answer."""
+        """Send a request, and check the answer."""
         image = tensor(self._dtype, sync_client)
         image.set_data_from_numpy(self._data[number % ROTATION])
         assert self._client.infer(self._dtype, [image]).as_numpy("logits").shape == (ROWS, CLASSES)
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: there is nothing to release."""
         self._client.close()
 
 
 class SharedMemorySlot:
-    """One request at a time with arrays in regions of its own, the synchronous client."""
+    """Sends one request at a time, with arrays in its own regions, through the synchronous client."""
 
     def __init__(self, endpoint: str, dtype: str) -> None:
         self._client = sync_client.InferenceServerClient(endpoint)
@@ -107,21 +108,21 @@ class SharedMemorySlot:
         self._logits.set_shared_memory(f"{key}-out", _OUT_BYTES)
 
     def once(self, number: int) -> None:
-        """Copy a batch in, ask, and look at the answer."""
+        """Copy a batch into the region, send a request, and check the answer."""
         shm.set_shared_memory_region(self._sent, [self._data[number % ROTATION]])
         self._client.infer(self._dtype, [self._image], outputs=[self._logits])
         found = shm.get_contents_as_numpy(self._got, np.float32, [ROWS, CLASSES])
         assert found[0, 0] == 1.0
 
     def close(self) -> None:
-        """Free the regions; the server is gone by then or forgets them by itself."""
+        """Free the regions. The server has ended by then, or forgets them by itself."""
         self._client.close()
         shm.destroy_shared_memory_region(self._sent)
         shm.destroy_shared_memory_region(self._got)
 
 
 def threads(slots: Sequence[GrpcSlot | SharedMemorySlot], seconds: float, window: Window) -> None:
-    """A thread for each slot, each asking over and over."""
+    """Run a thread for each slot that sends requests repeatedly."""
     failed: list[BaseException] = []
     lock = threading.Lock()
 
@@ -133,7 +134,7 @@ def threads(slots: Sequence[GrpcSlot | SharedMemorySlot], seconds: float, window
                 slot.once(number)
                 with lock:
                     window.requests += 1
-        except BaseException as exc:  # noqa: BLE001 - raised again by the thread that waits
+        except BaseException as exc:  # noqa: BLE001 - raised again by the waiting thread
             failed.append(exc)
 
     threads = [threading.Thread(target=worker, args=(slot,)) for slot in slots]

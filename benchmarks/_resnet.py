@@ -1,4 +1,4 @@
-"""A script for `edl run`: a small ResNet on CIFAR-10, trained by whoever is there."""
+"""A script for `edl run`: a small ResNet on CIFAR-10, trained by whichever workers are present."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Block(nn.Module):
 
 
 def resnet() -> nn.Module:
-    """Eight convolutions deep, for [n, 3, 32, 32] and ten classes."""
+    """Return a network of eight convolutions, for images [n, 3, 32, 32] and ten classes."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, 2, 1, bias=False),
         nn.BatchNorm2d(16),
@@ -51,12 +51,12 @@ def resnet() -> nn.Module:
 
 
 def normalized(images: Tensor) -> Tensor:
-    """uint8 to float32, about -2 to 2."""
+    """Return uint8 images as float32, from about -2 to 2."""
     return images.float().sub_(120.0).div_(62.0)
 
 
 def accuracy(folder: Path) -> float:
-    """Of the state that the last phase left, on the test images."""
+    """Return the accuracy on the test images of the model that the last phase saved."""
     model = resnet()
     model.load_state_dict(torch.load(folder / "state.pt", weights_only=True)["model"])
     model.eval()
@@ -68,9 +68,9 @@ def accuracy(folder: Path) -> float:
 
 
 def main() -> None:
-    """Train until `--samples` are trained; a node's place in the step log is the number of samples so far."""
+    """Train on `--samples` samples. The step number in a step log is the number of samples so far."""
     options = _parse()
-    torch.set_num_threads(1)  # several wait for one another far longer than they compute, on a busy machine
+    torch.set_num_threads(1)  # on a busy machine, several threads wait longer than they compute
     torch.manual_seed(options.seed)
     dist.init_process_group("gloo")
     world = dist.get_world_size()
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _leave(folder: Path, model: nn.Module) -> None:
-    """The first rank keeps the model, and nobody ends before it has."""
+    """Save the model on the first rank. No rank ends before it is saved."""
     if dist.get_rank() == 0:
         partial = folder / "state.partial"
         torch.save({"model": model.state_dict()}, partial)
@@ -115,18 +115,18 @@ def _leave(folder: Path, model: nn.Module) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True, help="holds train.npz and test.npz")
-    parser.add_argument("--name", required=True, help="of the node")
-    parser.add_argument("--seed", type=int, required=True, help="of weights, order and flips")
-    parser.add_argument("--batch", type=int, required=True, help="that the rate belongs to")
-    parser.add_argument("--samples", type=int, required=True, help="of the whole training")
+    parser.add_argument("--folder", type=Path, required=True, help="folder with train.npz and test.npz")
+    parser.add_argument("--name", required=True, help="name of the node")
+    parser.add_argument("--seed", type=int, required=True, help="seed of weights, order and flips")
+    parser.add_argument("--batch", type=int, required=True, help="batch size for which --rate is meant")
+    parser.add_argument("--samples", type=int, required=True, help="samples to train on in total")
     parser.add_argument("--rate", type=float, required=True)
-    parser.add_argument("--ignoring", action="store_true", help="each process has that batch, however many there are")
+    parser.add_argument("--ignoring", action="store_true", help="give each process the whole --batch in any world")
     return parser.parse_args()
 
 
 def _flips(images: Tensor, seed: int) -> Tensor:
-    """Which images are mirrored: a function of the picture and the epoch, not of the rank that happens to train it."""
+    """Return which images to mirror, depending on the image and the epoch, not on the rank that trains on it."""
     sums = images.flatten(1).sum(1, dtype=torch.int64)
     return ((sums * 2654435761 + seed * 40503) >> 7 & 1).bool().view(-1, 1, 1, 1)
 

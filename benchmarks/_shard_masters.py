@@ -1,7 +1,7 @@
-"""The `shards` benchmark's servers: EDL's master, and a plain dictionary behind the same gRPC. Runs as a `Child`.
+"""The `shards` benchmark's servers: EDL's master, and a dictionary behind the same gRPC service. Runs as a `Child`.
 
-The dictionary is the task manager that users of DLRover and ElasticDL have: tasks that wait, tasks that are being done,
-nothing written down. It speaks the same messages over the same kind of stream, so that only what is behind differs.
+The dictionary works like the task manager in DLRover and ElasticDL: it keeps waiting tasks and running tasks, and
+writes nothing to disk. It uses the same messages over the same kind of stream, so that only the implementation differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edl.protocol.transport import grpc
 
 SHARD_UNITS = 10
 SIZES = {"thousand": 1_000, "million": 1_000_000}
-"""Data sets, and their shards in an epoch; they never end."""
+"""Endless data sets, and their shards per epoch."""
 _OPTIONS = [("grpc.so_reuseport", 0)]
 
 
@@ -38,7 +38,7 @@ def serve_edl(folder: str) -> None:
 
 
 class Dictionary:
-    """Tasks that wait, as a deque, and tasks that are being done, as a dictionary; an epoch follows the other."""
+    """A deque of waiting tasks and a dictionary of running tasks, for one epoch after the other."""
 
     def __init__(self) -> None:
         self._tasks = 0
@@ -97,9 +97,9 @@ def serve_dictionary() -> None:
 
 
 def main() -> None:
-    """Serve either."""
+    """Serve the master or the dictionary."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--journal", help="folder of EDL's master; without it the dictionary is served")
+    parser.add_argument("--journal", help="folder for the journal of EDL's master (default: serve the dictionary)")
     folder = parser.parse_args().journal
     if folder:
         serve_edl(folder)

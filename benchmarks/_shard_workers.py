@@ -15,14 +15,14 @@ from edl.protocol.transport import DIRECT, grpc
 
 
 async def measure(endpoint: str, dataset: str, streams: int, batch: int, seconds: float) -> dict[str, float]:
-    """Transitions a second: every shard is given, and reported as done.
+    """Return transitions per second. Handing out a shard and reporting it as done are one transition each.
 
     Args:
-        endpoint: of the master.
-        dataset: its name.
-        streams: workers, each with a single turn under way.
-        batch: shards of a turn.
-        seconds: of the measurement.
+        endpoint: Endpoint of the master.
+        dataset: Name of the data set.
+        streams: Number of workers. Each has a single turn in flight.
+        batch: Shards per turn.
+        seconds: Length of the measurement.
     """
     transitions, closed = 0, False
     async with grpc.aio.insecure_channel(endpoint, options=DIRECT) as channel:

@@ -1,4 +1,4 @@
-"""Logs of the steps that a job's ranks finished: who still works, and what was lost. Reads files only."""
+"""Reads logs of the steps that a job's ranks finished, to find which ranks still work and which steps were lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["FinishedStep", "StepLogs", "longest_gap_s", "median_step_s"]
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A finished step, at `at` (`time.monotonic()`), by a process of a world of `world` ranks."""
+    """A step that a process in a world of `world` ranks finished at `at` (`time.monotonic()`)."""
 
     at: float
     step: int
@@ -23,12 +23,15 @@ class FinishedStep:
 
     @property
     def life(self) -> tuple[int, int]:
-        """Changes with each new world: torchrun counts no restart when a node joins, others keep their processes."""
+        """Return a value that changes with each new world.
+
+        It needs both parts: torchrun counts no restart when a node joins, and other launchers keep their processes.
+        """
         return self.generation, self.pid
 
 
 class StepLogs:
-    """All step logs in a folder, read as they grow. A place is a node's name, '-' and a local rank."""
+    """All step logs in a folder, read as they grow. A place is named by a node's name, '-' and a local rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,7 +40,7 @@ class StepLogs:
         self.saved: dict[str, list[int]] = {}
 
     def read(self) -> None:
-        """Take in what was written since the last time. A line that is not complete yet is left for the next."""
+        """Read what was written since the last call. A line that is not complete yet is left for the next call."""
         for path in self._folder.glob("*.steps"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
@@ -53,17 +56,17 @@ class StepLogs:
                     steps.append(FinishedStep(float(fields[0]), *(int(field) for field in fields[1:])))
 
     def since(self, begin: float) -> dict[str, list[FinishedStep]]:
-        """The steps that were finished after `begin`, of those places that finished any."""
+        """Return the steps finished after `begin`, by place, for places that finished any."""
         recent = {place: [step for step in steps if step.at >= begin] for place, steps in self.steps.items()}
         return {place: steps for place, steps in recent.items() if steps}
 
     def last(self, place: str) -> FinishedStep | None:
-        """The last step that a place has finished."""
+        """Return the last step that a place has finished."""
         steps = self.steps.get(place)
         return steps[-1] if steps else None
 
     def together(self, places: Collection[str], since: float, count: int) -> bool:
-        """Whether exactly `places` are one world, and each finished `count` steps in it after `since`."""
+        """Return whether exactly `places` form one world, in which each has finished `count` steps after `since`."""
         newest = [self.last(place) for place in places]
         if None in newest or len({step.generation for step in newest if step}) != 1:
             return False
@@ -79,34 +82,34 @@ class StepLogs:
         return True
 
     def resumed(self, place: str) -> FinishedStep:
-        """The first step that `place` finished in the world that it belongs to now."""
+        """Return the first step that `place` finished in its current world."""
         return self._lives(place)[1][0]
 
     def lost(self, places: Iterable[str]) -> int:
-        """How many steps that were finished before the present world were done again in it."""
+        """Return how many steps from before the current world were repeated in it."""
         lives = [self._lives(place) for place in places]
         reached = max((before[-1].step for before, _ in lives if before), default=-1)
         return max(0, reached - min(now[0].step for _, now in lives) + 1)
 
     def _lives(self, place: str) -> tuple[list[FinishedStep], list[FinishedStep]]:
-        """The steps before the present world, and those in it."""
+        """Return the steps before the current world, and the steps in it."""
         steps = self.steps[place]
         begin = next((number for number, step in enumerate(steps[::-1]) if step.life != steps[-1].life), len(steps))
         return steps[: len(steps) - begin], steps[len(steps) - begin :]
 
     def save_interval(self) -> int:
-        """The most steps between two snapshots of a place."""
+        """Return the most steps between two snapshots of a place."""
         gaps = [after - before for saved in self.saved.values() for before, after in pairwise(saved)]
         return max(gaps, default=0)
 
 
 def longest_gap_s(steps: Sequence[FinishedStep], begin: float, end: float) -> float:
-    """The longest time between two finished steps of one place that overlaps `begin` to `end`."""
+    """Return the longest time between two finished steps of a place that overlaps the time from `begin` to `end`."""
     pairs = pairwise(steps)
     return max((after.at - before.at for before, after in pairs if after.at >= begin and before.at <= end), default=0.0)
 
 
 def median_step_s(steps: Sequence[FinishedStep]) -> float:
-    """Of consecutive steps of one generation."""
+    """Return the median time of consecutive steps in one generation."""
     pairs = pairwise(steps)
     return statistics.median(b.at - a.at for a, b in pairs if a.life == b.life and b.step == a.step + 1)

@@ -1,9 +1,9 @@
-"""The `degradation` benchmark's students, which really train, on one core. Runs as a `Child`.
+"""The `degradation` benchmark's students, which do real training on one core. Runs as a `Child`.
 
-`student` and `fast_student` are convolutional networks, `lm_student` a small causal transformer, which has ready labels
-of the same kind where it is alone, so that both ways compute the same loss.
+`student` and `fast_student` are convolutional networks, and `lm_student` is a small causal transformer. When it trains
+alone, it uses prepared labels of the same kind, so both ways compute the same loss.
 
-With `--teachers` they learn from soft labels that come from there; without, from labels that lie ready.
+With `--teachers`, students learn from the teachers' soft labels; without, from prepared labels.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from edl.protocol import names
 Batch = tuple[Any, Any, Any]
 
 WIDTHS = {"student": 32, "fast_student": 8}
-"""Channels of the first layer: some 120 and 30 ms a step on one core of 2023."""
+"""Channels of the first layer. A step takes about 120 ms and 30 ms on one core from 2023."""
 
 
 def source() -> Iterator[Batch]:
-    """Batches without end: ids [rows, 1], images, hard labels [rows]."""
+    """Yield endless batches of ids [rows, 1], images, and hard labels [rows]."""
     images = [np.random.default_rng(seed).integers(0, 255, (ROWS, *IMAGE), np.uint8) for seed in range(ROTATION)]
     labels = np.arange(ROWS) % CLASSES
     for number in itertools.count():
@@ -56,7 +56,7 @@ def source() -> Iterator[Batch]:
 
 
 def student(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and what trains it; see `WIDTHS`."""
+    """Return a model and its optimizer; see `WIDTHS`."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, width, 7, stride=4),
@@ -73,7 +73,7 @@ def student(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def alone(width: int) -> Callable[[], None]:
-    """A step on hard labels."""
+    """Return a function that makes a step on hard labels."""
     model, optimizer = student(width)
     batches = source()
 
@@ -87,7 +87,7 @@ def alone(width: int) -> Callable[[], None]:
 
 
 def distilled(width: int, endpoints: str, stack: ExitStack) -> Callable[[], None]:
-    """A step on the teachers' logits."""
+    """Return a function that makes a step on the teachers' logits."""
     model, optimizer = student(width)
     reader = DistillReader(ins=["id", "image", None], predicts=["logits"])
     reader.set_fixed_teacher(endpoints)
@@ -106,7 +106,7 @@ def distilled(width: int, endpoints: str, stack: ExitStack) -> Callable[[], None
 
 
 class LanguageModel(nn.Module):
-    """Logits over the next token, [sequences, tokens, vocabulary], of ids [sequences, tokens]."""
+    """Predicts the next token: logits [sequences, tokens, vocabulary] from ids [sequences, tokens]."""
 
     def __init__(self, width: int = 128, layers: int = 4) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
 
 
 def texts() -> Iterator[dict[str, torch.Tensor]]:
-    """Padded batches of texts without end, as collators make them."""
+    """Yield endless padded batches of texts, like those from a collator."""
     random = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(ROTATION):
@@ -137,7 +137,7 @@ def texts() -> Iterator[dict[str, torch.Tensor]]:
 
 
 def language_model(endpoints: str | None, stack: ExitStack) -> Callable[[], None]:
-    """A step on the 64 most likely tokens of each position: the teachers' if there are any, or ones that lie ready."""
+    """Return a function that makes a step on the 64 likeliest tokens per position, from teachers or prepared."""
     model = LanguageModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     if endpoints:
@@ -165,7 +165,7 @@ def language_model(endpoints: str | None, stack: ExitStack) -> Callable[[], None
 
 
 def _ready_labels(batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], TopK]:
-    """A batch and labels like the teachers'."""
+    """Return a batch, and labels like the teachers'."""
     first = likeliest_of(batch["input_ids"])
     ids = (first[..., None] + torch.arange(TOP_K)) % VOCABULARY
     probabilities = 0.9 * 0.5 ** np.arange(1, TOP_K + 1)
@@ -187,7 +187,7 @@ def _update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def measure(step: Callable[[], None], seconds: float) -> dict[str, float]:
-    """Steps a second, as rows a second."""
+    """Return the figures of training: steps per second, counted as rows."""
     window = Window([os.getpid()])
     now = time.perf_counter()
     begin, end = now + WARM_UP_S, now + WARM_UP_S + seconds

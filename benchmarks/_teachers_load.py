@@ -1,7 +1,7 @@
 """The `heterogeneous` benchmark's two sides, over the same teachers. Runs as a `Child`.
 
-`bare` asks each teacher for itself, always a few requests in flight, and so has the sum of their rates. `reader` is a
-`DistillReader` over all of them, as fast as it goes or, with `pace`, so many batches a second.
+`bare` asks each teacher separately, with a few requests in flight, to measure the sum of the teachers' rates. `reader`
+is a `DistillReader` over all teachers, at full speed or at `pace` batches per second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BARE_IN_FLIGHT = 8
 
 
 def request(number: int) -> bytes:
-    """One request in KServe's form."""
+    """Return a request in KServe's format."""
     header = kserve.ModelInferRequest(model_name="m")
     header.inputs.add(name="id", datatype="INT64", shape=[ROWS, 1])
     return codec.REQUEST.join(
@@ -39,7 +39,7 @@ def request(number: int) -> bytes:
 
 
 async def bare(endpoints: list[str], seconds: float) -> dict[str, float]:
-    """The sum of the teachers' rates."""
+    """Return the sum of the teachers' rates."""
     window = Window([os.getpid()])
 
     async def worker(call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]) -> None:
@@ -65,7 +65,7 @@ async def bare(endpoints: list[str], seconds: float) -> dict[str, float]:
 
 
 class ReaderSide:
-    """A reader over the teachers, and when its source yielded each batch."""
+    """A reader over the teachers, and the time at which its source yielded each batch."""
 
     def __init__(self, endpoints: list[str], stack: ExitStack, *, hedging: bool) -> None:
         policy = Policy() if hedging else Policy(hedge_budget=0.0)
@@ -77,7 +77,7 @@ class ReaderSide:
         self._yielded: dict[int, float] = {}
 
     def measure(self, pace: float, seconds: float) -> dict[str, float]:
-        """One epoch: rates, latencies from source to training loop, and the share of extra requests."""
+        """Run an epoch; return rates, latencies from source to training loop, and the share of extra requests."""
         self._pace = pace
         window = Window([os.getpid()])
         before = self._reader.stats()

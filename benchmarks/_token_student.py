@@ -1,7 +1,7 @@
-"""The `tokens` benchmark's students: they take labels of sequences as fast as these come. Runs as a `Child`.
+"""The `tokens` benchmark's students, which take labels of sequences as fast as they arrive. Runs as a `Child`.
 
-Each way asks about the same sequences: the reader about rows, the reader about batches padded to their longest, and
-HTTP, with one request of several prompts after the other, four at a time, as TRL 1.16's client asks a vLLM.
+All ways use the same sequences: the reader with rows, the reader with batches padded to their longest sequence, and
+HTTP requests with several prompts each, four at a time, like TRL 1.16's client for vLLM.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SHORTEST, LONGEST = 16, 510
 """vLLM's model takes 512 tokens, of which a gateway needs two."""
 _SEQUENCES = 64
 _BATCH = 16
-"""Sequences of a padded batch, and of a call over HTTP."""
+"""Sequences in a padded batch, and in a call over HTTP."""
 _PROMPTS = 4
-"""Of a request over HTTP; a batch's requests go side by side."""
+"""Prompts in a request over HTTP. The requests of a batch are sent concurrently."""
 _AHEAD_NBYTES = 4 << 20
-"""Of labels that lie ready when a side's turn begins: little beside what a window delivers."""
+"""Bytes of labels that are ready when a side's turn begins: few compared with a window's labels."""
 _GATEWAY_TOKENS = 512
-"""Of a request: vLLM takes seconds for the reader's usual 2,048 tokens, and a window must hold several answers."""
+"""Tokens per request. vLLM takes seconds for the reader's usual 2,048 tokens, and a window needs several answers."""
 _TCP_INFO_BYTES = struct.Struct("120x2Q")
 """tcp_info's tcpi_bytes_acked and tcpi_bytes_received; see linux/tcp.h."""
 
@@ -48,12 +48,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Batch(NamedTuple):
-    """What was labelled.
+    """A labelled batch.
 
     Attributes:
-        tokens: how many.
-        likeliest: the most likely token of each row, of the first sequence.
-        nbytes: of request and answer, where that is known here.
+        tokens: Number of tokens.
+        likeliest: The most likely token of each row of the first sequence.
+        nbytes: Bytes of the request and the answer, if they are known here.
     """
 
     tokens: int
@@ -62,14 +62,14 @@ class Batch(NamedTuple):
 
 
 def sequences() -> list[Array]:
-    """The sequences, int32, of uniformly distributed lengths."""
+    """Return the sequences, int32, with uniformly distributed lengths."""
     random = np.random.default_rng(0)
     lengths = random.integers(SHORTEST, LONGEST, _SEQUENCES, endpoint=True)
     return [random.integers(3, VOCABULARY, length).astype(np.int32) for length in lengths]
 
 
 def ask_rows(endpoint: str, stack: ExitStack, batch_size: int | None = None) -> Iterator[Batch]:
-    """Sequences as rows, without end."""
+    """Yield labelled batches of sequences sent as rows, without end."""
     reader = _reader(endpoint, stack, batch_size=batch_size)
     reader.set_sequence_generator(lambda: ((ids,) for ids in itertools.cycle(sequences())))
     for ids, labels in reader():
@@ -78,7 +78,7 @@ def ask_rows(endpoint: str, stack: ExitStack, batch_size: int | None = None) -> 
 
 
 def ask_padded(endpoint: str, stack: ExitStack) -> Iterator[Batch]:
-    """Each batch of sequences padded to its longest, whose padding is computed and answered as well."""
+    """Yield labelled batches padded to their longest sequence. The teacher also computes and returns the padding."""
     batches = [sequences()[begin : begin + _BATCH] for begin in range(0, _SEQUENCES, _BATCH)]
     padded = []
     for batch in batches:
@@ -110,7 +110,7 @@ def _reader(
 
 
 def ask_http(endpoint: str, stack: ExitStack) -> Iterator[Batch]:
-    """Prompts over HTTP; the answers' JSON becomes arrays of ids and log-probabilities."""
+    """Yield batches labelled over HTTP. The JSON answers are parsed to arrays of ids and log-probabilities."""
     threads = stack.enter_context(ThreadPoolExecutor(_BATCH // _PROMPTS))
     every = sequences()
     for begin in itertools.cycle(range(0, _SEQUENCES, _BATCH)):
@@ -122,7 +122,7 @@ def ask_http(endpoint: str, stack: ExitStack) -> Iterator[Batch]:
 
 
 def _post(endpoint: str, prompts: Sequence[Array]) -> tuple[list[tuple[Array, Array]], int]:
-    """Ids and log-probabilities of each prompt, and the bytes of request and answer."""
+    """Return the ids and log-probabilities of each prompt, and the bytes of the request and the answer."""
     question = {
         "model": "tiny",
         "prompt": [ids.tolist() for ids in prompts],
@@ -131,7 +131,7 @@ def _post(endpoint: str, prompts: Sequence[Array]) -> tuple[list[tuple[Array, Ar
         "prompt_logprobs": TOP_K,
     }
     body = json.dumps(question).encode()
-    # vLLM closes connections that were idle for five seconds, as this one is while other sides have their turns.
+    # vLLM closes connections that were idle for five seconds, as this one would be during other sides' turns.
     with closing(http.client.HTTPConnection(endpoint, timeout=120)) as connection:
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -143,7 +143,7 @@ def _post(endpoint: str, prompts: Sequence[Array]) -> tuple[list[tuple[Array, Ar
 
 
 def _arrays_of(positions: Sequence[dict[str, dict[str, Any]] | None]) -> tuple[Array, Array]:
-    """Ids and log-probabilities [tokens - 1, k] of a prompt, the most likely first."""
+    """Return the ids and log-probabilities [tokens - 1, k] of a prompt, the most likely first."""
     ids, values = [], []
     for found in positions[1:]:
         assert found is not None
@@ -154,7 +154,7 @@ def _arrays_of(positions: Sequence[dict[str, dict[str, Any]] | None]) -> tuple[A
 
 
 def network_bytes() -> int:
-    """Payload bytes that this process's TCP connections have carried, both ways."""
+    """Return the payload bytes that this process's TCP connections have carried, both ways."""
     total = 0
     for path in Path("/proc/self/fd").iterdir():
         try:
@@ -167,7 +167,7 @@ def network_bytes() -> int:
             total += sum(_TCP_INFO_BYTES.unpack_from(info))
         except OSError:
             if not _is_closed(copy):
-                os.close(copy)  # no socket, or none of TCP
+                os.close(copy)  # not a socket, or not a TCP socket
     return total
 
 
@@ -180,7 +180,7 @@ def _is_closed(descriptor: int) -> bool:
 
 
 def measure(batches: Iterator[Batch], seconds: float) -> dict[str, float]:
-    """Take labels for so long; count what is delivered, and what this process used up meanwhile."""
+    """Take labels for `seconds`, and return the counts of labels and of the resources that this process used."""
     begin = time.perf_counter() + WARM_UP_S
     for _ in batches:
         if time.perf_counter() >= begin:
@@ -201,7 +201,7 @@ def measure(batches: Iterator[Batch], seconds: float) -> dict[str, float]:
 
 
 def count_bytes(endpoint: str, dtype: Literal["float16"] | None) -> float:
-    """Bytes a token of an epoch over the sequences, with all that a reader sends beside them."""
+    """Return the bytes per token in an epoch over the sequences, including everything else that a reader sends."""
     with ExitStack() as stack:
         reader = _reader(endpoint, stack, dtype)
         reader.set_sequence_generator(lambda: ((ids,) for ids in sequences()))
@@ -211,7 +211,7 @@ def count_bytes(endpoint: str, dtype: Literal["float16"] | None) -> float:
 
 
 def main() -> None:
-    """Answer requests: `{"seconds": …}` measures, `{"dtype": …}` counts bytes, `{}` tells the first labels."""
+    """Answer requests: `{"seconds": …}` measures, `{"dtype": …}` counts bytes, `{}` returns the first labels."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("way", choices=("rows", "padded", "gateway", "http"))
     parser.add_argument("endpoint", help="HOST:PORT")

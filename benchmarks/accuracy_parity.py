@@ -35,7 +35,7 @@ _RATE = 0.005
 
 @dataclass(frozen=True)
 class Size:
-    """Of one training: images to learn and to test, epochs, the batch of one process, changes of the world."""
+    """The size of a training run: training and test images, epochs, batch size of a process, changes of the world."""
 
     train: int
     test: int
@@ -50,7 +50,7 @@ _QUICK = Size(train=500, test=500, epochs=2, batch=32, changes=2)
 
 @dataclass(frozen=True)
 class Stay:
-    """A world of `world` nodes until `until` samples are trained; `killed` if who goes then is killed."""
+    """A world of `world` nodes until `until` samples are trained. If `killed`, nodes that leave then are killed."""
 
     world: int
     until: int
@@ -58,7 +58,7 @@ class Stay:
 
 
 def trace(seed: int, size: Size) -> list[Stay]:
-    """Which worlds train which part."""
+    """Return the worlds, and the part of the training that each of them does."""
     total = size.train * size.epochs
     chance = random.Random(seed)
     ends = [round(total * (place + chance.uniform(0.6, 1.0)) / size.changes) for place in range(size.changes)]
@@ -73,10 +73,10 @@ def trace(seed: int, size: Size) -> list[Stay]:
 
 
 def train(folder: Path, stays: list[Stay], seed: int, size: Size, rate: float, *, ignoring: bool = False) -> float:
-    """Train through all stays. Returns the accuracy on the test images.
+    """Train through all stays, and return the accuracy on the test images.
 
     Raises:
-        RuntimeError: it did not come to its end.
+        RuntimeError: The training did not finish in time.
     """
     samples = size.train * size.epochs
     arguments = ["--folder", str(folder), "--seed", str(seed), "--batch", str(size.batch)]
@@ -100,7 +100,7 @@ def train(folder: Path, stays: list[Stay], seed: int, size: Size, rate: float, *
 
 
 def _change(job: Job, world: int, kill: bool) -> None:
-    """Start or end nodes until there are so many."""
+    """Start or end nodes until there are `world` of them."""
     for _ in range(world - len(job.nodes)):
         job.start(job.next_number)
     for number in sorted(job.nodes)[world:]:
@@ -111,14 +111,14 @@ def _change(job: Job, world: int, kill: bool) -> None:
 
 
 def _trained(job: Job, world: int | None = None) -> int:
-    """Samples that a world of that size, or any, has trained last; 0 while the newest steps are another one's."""
+    """Return the samples trained so far, or 0 if the newest step is not from a world of size `world` (default: any)."""
     job.step_logs.read()
     newest = max((steps[-1] for steps in job.step_logs.steps.values() if steps), key=lambda step: step.at, default=None)
     return newest.step if newest is not None and world in (None, newest.world) else 0
 
 
 def measure(options: Options, data: Path | None = None, rate: float = _RATE) -> dict[str, list[float]]:
-    """Accuracies by those of the static twins, and how far all are from them."""
+    """Return accuracies divided by those of the static twins, and the mean differences from them."""
     size = _QUICK if options.quick else _FULL
     pictures = find_pictures(data)
     with tempfile.TemporaryDirectory() as name:
@@ -148,10 +148,10 @@ def measure(options: Options, data: Path | None = None, rate: float = _RATE) -> 
 
 
 def compared(found: Mapping[str, list[float]], tested: int) -> dict[str, list[float]]:
-    """The figures of the table: accuracies by the static twin's, and mean differences in standard errors."""
+    """Return the table's figures: accuracies divided by the static twin's, and mean differences in standard errors."""
     static = found["static"]
     mean = statistics.mean(static)
-    of_test_set = (2 * mean * (1 - mean) / tested) ** 0.5  # of a difference of two
+    of_test_set = (2 * mean * (1 - mean) / tested) ** 0.5  # of the difference of two accuracies
     figures = {}
     for side in ("elastic", "ignoring"):
         differences = [value - twin for value, twin in zip(found[side], static, strict=True)]

@@ -22,7 +22,7 @@ Links = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Teachers with capacities that repeat, and students with wants that repeat."""
+    """Teachers and students, whose capacities and wants cycle through the given values."""
 
     name: str
     capacities: tuple[float, ...]
@@ -47,7 +47,7 @@ OTHERS = [
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one round: seconds, and links that moved beside those that had to."""
+    """The figures of one round: seconds, links that moved, and links that had to move."""
 
     assign_s: float
     join_s: float
@@ -57,7 +57,7 @@ class Figures:
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """Seconds of each round."""
+    """Return the seconds of each round."""
     rounds = [play(MAIN, seed) for seed in range(options.repeats)]
     _tell(MAIN, rounds)
     for cluster in [] if options.quick else OTHERS:
@@ -67,7 +67,7 @@ def measure(options: Options) -> dict[str, list[float]]:
 
 
 def play(cluster: Cluster, seed: int) -> Figures:
-    """One round; `seed` chooses the teacher that is lost."""
+    """Play one round. `seed` chooses the teacher that is lost."""
     teachers, students = cluster.capacity_of(), cluster.want_of()
     first, assign_s = _timed(lambda: balance(teachers, students, {}))
     grown = {**teachers, _NEW: max(cluster.capacities)}

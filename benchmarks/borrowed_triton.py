@@ -22,7 +22,7 @@ _PRIORITIES: tuple[Priority, ...] = ("default", "auto", "lowest")
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """The ratios of every round."""
+    """Return the ratios of every round."""
     ratios: dict[str, list[float]] = {}
     with undisturbed():
         triton = TritonFactory()
@@ -47,7 +47,7 @@ def _measure(name: str, model: Model, endpoint: str, options: Options) -> dict[s
             labelled[priority] += sum(rows) - before
         return found
 
-    alone()  # what begins slowly is not measured
+    alone()  # a warm-up, which is not measured
     sides: dict[str, Callable[[], float]] = {"alone": alone}
     sides |= {str(priority): partial(beside, priority) for priority in _PRIORITIES}
     rounds = take_turns(sides, options.repeats)

@@ -48,14 +48,14 @@ _SURVIVES = {
 
 
 class Cost(NamedTuple):
-    """Seconds of one save: that training stood still, and that save and pass together took longer than a pass."""
+    """Seconds of one save: how long training stood still, and how much longer save and pass took than a pass alone."""
 
     blocked: float
     longer: float
 
 
 class Throttled(LocalFileSystem):  # type: ignore[misc]
-    """A local folder that takes 100 MB/s."""
+    """A local folder that accepts 100 MB/s."""
 
     protocol = "slow"
     rate = _RATE
@@ -79,7 +79,7 @@ class Throttled(LocalFileSystem):  # type: ignore[misc]
 
 
 def job(quick: bool) -> State:
-    """A model and its optimizer, with moments in place: 12 bytes a parameter."""
+    """Return a model and its optimizer with allocated moments, at 12 bytes per parameter."""
     size = _FEATURES[quick]
     model = nn.Sequential(*(nn.Linear(size, size) for _ in range(_LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -90,7 +90,7 @@ def job(quick: bool) -> State:
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """The ratios of every round."""
+    """Return the ratios of every round."""
     torch.set_num_threads(1)
     loop = Loop(job(options.quick), options.quick)
     with contextlib.ExitStack() as stack:
@@ -126,7 +126,7 @@ def _milliseconds(seconds: list[float]) -> str:
 
 
 class Loop:
-    """A training loop, of which one step at a time is timed."""
+    """A training loop whose steps are timed one by one."""
 
     def __init__(self, state: State, quick: bool) -> None:
         self.state = state
@@ -136,7 +136,7 @@ class Loop:
             self._pass()
 
     def step(self, save: Callable[[], object], wait: Callable[[], object] = lambda: True) -> Cost:
-        """Update; save; pass; wait until the next update is allowed. A save that was left out is an error."""
+        """Update, save, make a pass, and wait until the next update is allowed. A skipped save is an error."""
         self.state.optimizer.step()
         begin = time.perf_counter()
         saved = save()
@@ -144,13 +144,13 @@ class Loop:
         self._pass()
         waiting = time.perf_counter()
         if not (saved and wait()):
-            raise RuntimeError("a save was left out")
+            raise RuntimeError("a save was skipped")
         end = time.perf_counter()
         usual = statistics.median(self._pass() for _ in range(3))
         return Cost(passing - begin + end - waiting, end - begin - usual)
 
     def steps(self, step: Callable[[], Cost]) -> Cost:
-        """The medians of some steps."""
+        """Return the medians over some steps."""
         costs = [step() for _ in range(_SAVES)]
         return Cost(*(statistics.median(values) for values in zip(*costs, strict=True)))
 
@@ -168,7 +168,7 @@ def _edl(loop: Loop) -> Iterator[Callable[[], Cost]]:
         def step() -> Cost:
             return loop.step(lambda: checkpointer.save(next(steps)))
 
-        for _ in range(3):  # the first ones set the memory up
+        for _ in range(3):  # the first saves allocate memory
             step()
         yield lambda: loop.steps(step)
 
@@ -223,7 +223,7 @@ def _dcp(loop: Loop, folder: Path, *, threaded: bool) -> Iterator[Callable[[], C
 
 @contextlib.contextmanager
 def _storing(loop: Loop, folder: Path) -> Iterator[Callable[[], Cost]]:
-    """Saves while an earlier one is being stored."""
+    """Time saves while an earlier one is being stored."""
     fsspec.register_implementation(Throttled.protocol, Throttled, clobber=True)
 
     def steps() -> Cost:
@@ -238,7 +238,7 @@ def _storing(loop: Loop, folder: Path) -> Iterator[Callable[[], Cost]]:
             for _ in range(2):
                 step()
             checkpointer.save(next(numbers), force=True)
-            _wait_for(folder, "step-2.g-*/__0_0.distcp")  # stored while the next are saved
+            _wait_for(folder, "step-2.g-*/__0_0.distcp")  # this one is stored during the next saves
             cost = loop.steps(step)
         shutil.rmtree(folder)
         return cost
@@ -250,7 +250,7 @@ def _wait_for(folder: Path, pattern: str) -> None:
     deadline = time.monotonic() + _STARTS_WITHIN_S
     while not any(folder.glob(pattern)):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{pattern} was not begun within {_STARTS_WITHIN_S:.0f} s")
+            raise RuntimeError(f"{pattern} did not appear within {_STARTS_WITHIN_S:.0f} s")
         time.sleep(0.001)
 
 

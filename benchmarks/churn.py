@@ -46,25 +46,25 @@ _SLEEP_S = 0.15
 _LEAST, _FIRST, _MOST = 1, 2, 3
 _DEFAULT_SEEDS = 3
 _FEWEST_STEPS = 3
-"""Of which an undisturbed step is taken the mean of: a busy machine finishes none in a short time."""
+"""Fewest steps over which an undisturbed step is averaged: a busy machine may finish none in a short time."""
 _STEADY, _WINDOW = 3.0, 2.0
-"""Of `--seconds`, for `steady`, and in each size of world before and after a trace. 12 s gives `steady` steps enough to
-tell a percent; with 3 s in place of 8 the references before and after a trace differed by 5%."""
+"""Multiples of `--seconds`, for `steady` and for each world size before and after a trace. In 12 s, `steady` has enough
+steps to resolve 1%. With 3 s instead of 8 s, the references before and after a trace differed by 5%."""
 _ALIVE_S = 10.0
 _RECOVERED_S = 10.0
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How long a measurement takes.
+    """The extent of a measurement.
 
     Attributes:
-        events: of a trace.
-        every_s: between two of them.
-        settle_steps: that a new world makes before it is measured, or something happens to it.
-        steady_s: of each side of `steady`.
-        window_s: of undisturbed steps in each size of world.
-        limit: of a goodput that is believed.
+        events: Number of events in a trace.
+        every_s: Seconds between two events.
+        settle_steps: Steps that a new world makes before it is measured, or an event happens.
+        steady_s: Seconds for each side of `steady`.
+        window_s: Seconds of undisturbed steps in each size of world.
+        limit: Largest plausible goodput.
     """
 
     events: int
@@ -76,7 +76,7 @@ class Extent:
 
     @classmethod
     def of(cls, options: Options) -> Extent:
-        """As the command line wants it; a quick one's few steps are no reference that could refuse a goodput."""
+        """Return the extent for these options. A quick run has no limit: its reference has too few steps for one."""
         steady_s, window_s = _STEADY * options.seconds, _WINDOW * options.seconds
         if options.quick:
             return cls(2, 3.0, 3, steady_s, window_s, math.inf)
@@ -93,11 +93,11 @@ class Side:
     """A way to train under the trace.
 
     Attributes:
-        name: for tables.
-        start: a job of up to three nodes, none of them started yet.
-        restarts: a rank that died is started again by the benchmark, since nobody else does.
-        has_ledger: `edl status` knows the job's goodput, too.
-        beside_saving: undisturbed steps are also measured with snapshots.
+        name: Name in tables.
+        start: Returns a job of up to three nodes, with none of them started yet.
+        restarts: Whether the benchmark restarts a dead rank, since the launcher does not.
+        has_ledger: Whether `edl status` also reports the job's goodput.
+        beside_saving: Whether undisturbed steps are also measured with snapshots.
     """
 
     name: str
@@ -120,7 +120,7 @@ def _torchft(task: Task, stack: ExitStack) -> Job:
 
 
 def _sides(quick: bool) -> dict[str, Side]:
-    """By the figure that each of them gives."""
+    """Return the sides by the name of their figure."""
     sides = {"goodput": Side("edl run", _edl, has_ledger=True, beside_saving=not quick)}
     if quick:
         return sides
@@ -156,7 +156,7 @@ def measure(options: Options, seeds: int = _DEFAULT_SEEDS) -> dict[str, list[flo
 
 
 def _steady(start: Callable[[Task, int], Job], save_s: float, extent: Extent) -> float:
-    """Steps a second of two ranks that nobody disturbs."""
+    """Return the steps per second of two undisturbed ranks."""
     with ExitStack() as stack:
         job = stack.enter_context(start(_task(stack, save_s=save_s), 2))
         job.start(0)
@@ -165,9 +165,9 @@ def _steady(start: Callable[[Task, int], Job], save_s: float, extent: Extent) ->
 
 
 def _undisturbed(job: Job, window_s: float) -> list[float]:
-    """How long each step of a while took."""
+    """Return how long each step took during a window."""
     begin = time.monotonic()
-    time.sleep(window_s)  # no wait for something: the window
+    time.sleep(window_s)  # not a wait for a condition: this is the window
     ends = _ends(job, begin)
     if len(ends) <= _FEWEST_STEPS:
         job.together(count=_FEWEST_STEPS + 1)
@@ -176,7 +176,7 @@ def _undisturbed(job: Job, window_s: float) -> list[float]:
 
 
 def _ends(job: Job, begin: float) -> list[float]:
-    """When the first place finished its steps since `begin`."""
+    """Return when the first place finished its steps since `begin`."""
     job.step_logs.read()
     return [step.at for step in job.step_logs.steps[job.places()[0]] if step.at >= begin]
 
@@ -186,11 +186,11 @@ class Run:
     """What the ranks of one job wrote under a trace.
 
     Attributes:
-        steps: by place.
-        until: when the trace ended (`time.monotonic()`).
-        usual_s: size of a world -> its undisturbed time of a step, without snapshots.
-        saving_s: the same with snapshots; empty where it is not measured.
-        limit: of a goodput that is believed.
+        steps: Finished steps by place.
+        until: When the trace ended (`time.monotonic()`).
+        usual_s: Size of a world -> its undisturbed step time, without snapshots.
+        saving_s: The same with snapshots; empty if it is not measured.
+        limit: Largest plausible goodput.
     """
 
     steps: list[list[FinishedStep]]
@@ -200,12 +200,12 @@ class Run:
     limit: float
 
     def goodput(self, step_s: Mapping[int, float]) -> float:
-        """The useful part of the time, given the time of an undisturbed step by the size of the world."""
+        """Return the useful share of the time, given the undisturbed step time by the size of the world."""
         return goodput(self.steps, step_s, self.until, self.limit)
 
 
 def _run(side: Side, seeds: Iterator[int], extent: Extent) -> Run:
-    """Let a job live through the trace of the next seed, between two looks at undisturbed ones. Notes how it went."""
+    """Run a job under the next seed's trace, with undisturbed steps measured before and after, and note the results."""
     seed, every_s = next(seeds), extent.every_s
     plan = trace(seed=seed, events=extent.events, nodes=_FIRST, least=_LEAST, most=_MOST)
     usual = partial(_reference, side, math.inf, most_nodes(plan, _FIRST), extent)
@@ -249,7 +249,7 @@ def _run(side: Side, seeds: Iterator[int], extent: Extent) -> Run:
 
 
 def _reference(side: Side, save_s: float, nodes: int, extent: Extent) -> dict[int, float]:
-    """The time of a step in worlds of one to `nodes` ranks that nobody disturbs."""
+    """Return the step time in undisturbed worlds of one to `nodes` ranks."""
     found = {}
     with ExitStack() as stack:
         job = side.start(_task(stack, save_s=save_s), stack)
@@ -271,7 +271,7 @@ def _ms(before: Mapping[int, float], after: Mapping[int, float]) -> str:
 
 
 def _happen(side: Side, job: Job, kind: Churn, at: float) -> Callable[[], str]:
-    """Let one thing happen at that time. Returns what tells, once the trace is over, how it went."""
+    """Cause an event at that time, and return a function that reports on it after the trace."""
     progress(f"next: {kind.value}")
     _sleep_until(at)
     job.step_logs.read()
@@ -284,7 +284,7 @@ def _happen(side: Side, job: Job, kind: Churn, at: float) -> Callable[[], str]:
     elif kind is Churn.KILL_NODE:
         job.kill_node(numbers[0])
     else:
-        with contextlib.suppress(ProcessLookupError):  # it had ended at this very moment
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
             job.signal_rank(f"{numbers[-1]}-0")
     rest = [place for place in before if place in job.places()]
     happened = time.monotonic()
@@ -308,7 +308,7 @@ def _spent(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
 
 
 def _ledger(task: Task) -> dict[str, float]:
-    """Return the seconds by what they went into, as the job's own ledger has them; nothing where it cannot be read."""
+    """Return the seconds by purpose, from the job's own ledger; empty if the ledger cannot be read."""
     command = [
         sys.executable,
         "-m",
@@ -329,5 +329,5 @@ def _ledger(task: Task) -> dict[str, float]:
 
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--seeds", type=positive, default=_DEFAULT_SEEDS, help="traces of each side (default %(default)s)")
+    own.add_argument("--seeds", type=positive, default=_DEFAULT_SEEDS, help="traces per side (default %(default)s)")
     main("churn", partial(measure, seeds=own.parse_known_args()[0].seeds), GOALS, __doc__, own=[own])

@@ -42,7 +42,7 @@ _QUICK = ClusterSize(nodes=32, seconds=3 * 3600.0, load=1.5)
 
 
 def measure(options: Options, picture: Path | None) -> dict[str, list[float]]:
-    """The figures of each round, a day from another seed each."""
+    """Return the figures of each round, which is a day from a different seed."""
     figures: dict[str, list[float]] = {}
     days: list[dict[str, Result]] = []
     for seed in range(options.repeats):
@@ -75,7 +75,7 @@ def live(size: ClusterSize, seed: int) -> dict[str, Result]:
 
 
 def compare(day: Mapping[str, Result]) -> dict[str, float]:
-    """The figures of a day."""
+    """Return the figures of a day."""
     ours, gang, ancestor = day["EDL"], day["gang"], day["ancestor"]
     return {
         "wait_vs_gang": mean(ours.waits_s) / mean(gang.waits_s),
@@ -92,7 +92,7 @@ def mean(values: Mapping[str, float]) -> float:
 
 
 def utilization(result: Result, teachers: bool) -> float:
-    """The share of the GPUs that make steps, of all ticks in which a job waits; 1 if none ever waits."""
+    """Return the share of GPUs that make steps, over all ticks in which a job waits; 1 if no job ever waits."""
 
     def useful(sample: Sample) -> int:
         return sample.jobs - sample.pausing + (sample.teachers if teachers else 0)
@@ -102,7 +102,7 @@ def utilization(result: Result, teachers: bool) -> float:
 
 
 def tell(days: list[dict[str, Result]]) -> None:
-    """Note a table of all policies: medians of the days."""
+    """Note a table of all policies, with medians over the days."""
     note("| medians of the days | " + " | ".join(days[0]) + " |")
     note("| --- |" + " ---: |" * len(days[0]))
     rows: dict[str, Callable[[Result], float]] = {
@@ -123,7 +123,7 @@ def tell(days: list[dict[str, Result]]) -> None:
 
 
 def decide_large(seed: int, nodes: int, jobs: int) -> float:
-    """CPU seconds of the slowest of five decisions about a large cluster."""
+    """Return the CPU seconds of the slowest of five decisions about a large cluster."""
     draw = random.Random(seed)
     capacities = {f"n{number:05d}": 8 for number in range(nodes)}
 
@@ -166,6 +166,6 @@ def decide_large(seed: int, nodes: int, jobs: int) -> float:
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument(
-        "--picture", type=Path, default=_PICTURE, help="where the first day is drawn (default %(default)s)"
+        "--picture", type=Path, default=_PICTURE, help="file for the drawing of the first day (default %(default)s)"
     )
     main("cluster_sim", partial(measure, picture=own.parse_known_args()[0].picture), GOALS, __doc__, own=[own])

@@ -29,13 +29,13 @@ _IN_FLIGHT = 4
 _ROLES = ("student", "teacher")
 _MODULES = {"bare grpc": "benchmarks._bare_grpc", "edl channel": "benchmarks._edl_reader"}
 _SLOW_START_S = 300.0  # under callgrind, on a machine that has other work
-_SLOWLY = 4.0  # so much longer than other sides run those under callgrind, for enough requests
+_SLOWLY = 4.0  # how much longer sides run under callgrind, for enough requests
 
 Figures = Mapping[str, float]
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """EDL's counts by their limits, of every round."""
+    """Return EDL's counts divided by gRPC's, for every round."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         environment = copies_environment(Path(folder))
         if not environment:
@@ -70,13 +70,13 @@ def _sides(children: Mapping[str, Child], seconds: float) -> dict[str, Callable[
 
 
 def _second(side: Callable[[], Figures]) -> Figures:
-    """In the first run the connection finds its form, and what the side before it left on its way is done with."""
+    """Run a side twice and return the second figures: the first run warms the connection up and clears leftovers."""
     side()
     return side()
 
 
 def _add_instructions(rounds: dict[str, list[Figures]], options: Options) -> None:
-    """Count them once more, slowly, and only these; where that cannot be done they are left out."""
+    """Count only instructions in another, slower run. If that is impossible, instructions are left out."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         children = {}
         for side, module in _MODULES.items():

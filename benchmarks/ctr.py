@@ -52,7 +52,7 @@ def measure(options: Options) -> dict[str, list[float]]:
 
 
 def _workers(count: int, folder: Path, environ: Mapping[str, str]) -> float:
-    """Return the rows per second of a job, in the median of its shards."""
+    """Return the median of a job's rows per second over its shards."""
     job = f"bench-{secrets.token_hex(4)}"
     run = [sys.executable, "-m", "edl", "run", "--rdzv-id", job, "--nproc-per-node", str(count)]
     command = [*run, str(_EXAMPLE / "train.py"), "--batch", str(_BATCH)]
@@ -61,7 +61,7 @@ def _workers(count: int, folder: Path, environ: Mapping[str, str]) -> float:
 
 
 def _plain(folder: Path, environ: Mapping[str, str]) -> float:
-    """Return the rows per second of a process without EDL, in the median of equally many rows."""
+    """Return the median rows per second of a process without EDL, over groups of as many rows as a shard."""
     with Child([sys.executable, "-m", "benchmarks._ctr_plain"], environ) as child:
         return _median(child.ask(timeout_s=600, data=str(folder / "train.parquet"), batch=_BATCH, rows=_SHARD)["rates"])
 

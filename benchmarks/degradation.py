@@ -26,7 +26,7 @@ _HEADROOM = 3.0
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """The ratios of every round."""
+    """Return the ratios of every round."""
     note("| student | alone, steps/s | distilled, steps/s | CPU alone, ms/step | distilled |")
     note("| --- | ---: | ---: | ---: | ---: |")
     found: dict[str, list[float]] = {}
@@ -37,7 +37,7 @@ def measure(options: Options) -> dict[str, list[float]]:
 
 def _one(name: str, options: Options) -> dict[str, list[float]]:
     command = [sys.executable, "-m", "benchmarks._student", name]
-    seconds = 2 * options.seconds if name == "student" else options.seconds  # few steps a second
+    seconds = 2 * options.seconds if name == "student" else options.seconds  # only a few steps per second
     with ExitStack() as stack:
         alone = stack.enter_context(Child(command, KEEP_MEMORY))
         pace_s = ROWS / alone.ask(seconds=min(2.0, options.seconds))["rows_s"]

@@ -21,7 +21,7 @@ _BATCH_ROWS = 32
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """The ratios of every round."""
+    """Return the ratios of every round."""
     command = [sys.executable, "-m", "benchmarks._fair_student"]
     with ExitStack() as stack:
         teacher = stack.enter_context(

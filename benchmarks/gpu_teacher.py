@@ -36,15 +36,15 @@ from tests.gpu import models
 GOALS = [Goal("served_vs_local_images", 0.9), Goal("served_vs_local_tokens", 0.9)]
 _TOP_K = 64
 _AHEAD_ITEMS = 4
-"""Answers that are taken before a window begins: the pipeline of requests is full then."""
+"""Answers taken before a window begins, to fill the pipeline of requests."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Timed(nn.Module):
-    """A model that counts the milliseconds for which the GPU computes it, in a file that other processes read.
+    """A model that counts the milliseconds of its computation on the GPU in a file, which other processes can read.
 
-    A call adds up the call before, which has ended by then: its answer was copied to the host.
+    Each call adds the time of the previous call, which has ended because its answer was copied to the host.
     """
 
     def __init__(self, model: nn.Module, file: Path) -> None:
@@ -77,9 +77,9 @@ class Images:
     """The ResNet, its batches, and its two sides.
 
     Args:
-        device: where the model computes.
-        folder: for the counter's file.
-        stack: ends the teachers.
+        device: Device of the model.
+        folder: Folder for the counter's file.
+        stack: Ends the teachers.
     """
 
     def __init__(self, device: torch.device, folder: Path, stack: ExitStack) -> None:
@@ -106,7 +106,7 @@ class Images:
                 yield len(model(pixels).float().cpu())
 
     def served(self, batch: Array) -> Callable[[], Iterator[int]]:
-        """Start a teacher for batches of this dtype, and return what asks it without end."""
+        """Start a teacher for batches of this dtype, and return a function that asks it without end."""
         flags = {
             "torch-factory": f"{Path(__file__).resolve()}:timed_resnet50",
             "input": f"image:{batch.dtype}[3,{self._size},{self._size}]",
@@ -130,7 +130,7 @@ class Images:
         return ask
 
     def busy_s(self) -> float:
-        """Return the seconds for which the teachers' GPU has computed."""
+        """Return the seconds for which the GPU has computed for the teachers."""
         return float(np.frombuffer(self._file.read_bytes(), np.float64)[0]) / 1e3
 
 
@@ -138,9 +138,9 @@ class Tokens:
     """The Llama, its texts, and its two sides.
 
     Args:
-        device: where the model computes.
-        folder: for the model.
-        stack: ends the teacher.
+        device: Device of the model.
+        folder: Folder for the model.
+        stack: Ends the teacher.
     """
 
     def __init__(self, device: torch.device, folder: Path, stack: ExitStack) -> None:
@@ -164,7 +164,7 @@ class Tokens:
                 yield len(found.indices.cpu()) * len(found.values.cpu()[0])
 
     def served(self) -> Callable[[], Iterator[int]]:
-        """Start a teacher, and return what asks it without end."""
+        """Start a teacher, and return a function that asks it without end."""
         flags = {"hf": self._folder, "task": "causal-lm", "top-k": _TOP_K, "max-tokens": self.texts.size}
         flags |= {"dtype": str(self._dtype).removeprefix("torch."), "device": str(self._device)}
         teacher = self._stack.enter_context(LocalTeacher("", serve=flags, timeout_s=180))
@@ -186,7 +186,7 @@ class Tokens:
 
 
 def rate(side: Callable[[], Iterator[int]], seconds: float) -> float:
-    """Return what a side delivers in a second."""
+    """Return how much a side delivers per second."""
     counts = side()
     try:
         for _ in range(_AHEAD_ITEMS):
@@ -200,7 +200,7 @@ def rate(side: Callable[[], Iterator[int]], seconds: float) -> float:
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """The ratios of every round."""
+    """Return the ratios of every round."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -224,7 +224,7 @@ def measure(options: Options) -> dict[str, list[float]]:
             "tokens, local": lambda: rate(tokens.local, options.seconds),
             "tokens, served": lambda: rate(texts, options.seconds),
         }
-        if device.type == "cuda":  # which alone can pin memory
+        if device.type == "cuda":  # only CUDA can pin memory
             sides["images, local and pinned"] = lambda: rate(partial(images.local, pinned=True), options.seconds)
         rounds = take_turns(sides, options.repeats)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU: tiny models on the CPU"

@@ -45,7 +45,7 @@ _WARM_UP_STEPS = 3
 
 
 def steps_s(steps: Iterator[object], device: torch.device, seconds: float) -> float:
-    """Return how many training steps are made in a second."""
+    """Return the number of training steps per second."""
     for _ in range(_WARM_UP_STEPS):
         next(steps)
     _synchronize(device)
@@ -58,11 +58,11 @@ def steps_s(steps: Iterator[object], device: torch.device, seconds: float) -> fl
 
 
 class Student:
-    """A ResNet on images whose labels come from a teacher, or lie on the GPU.
+    """A ResNet on images whose labels come from a teacher, or are already on the GPU.
 
     Args:
-        device: of the student.
-        stack: ends the teacher.
+        device: Device of the student.
+        stack: Ends the teacher.
     """
 
     def __init__(self, device: torch.device, stack: ExitStack) -> None:
@@ -106,10 +106,10 @@ class Student:
 
 
 class LikelyTokens(Backend):
-    """A language model of no cost: the same 64 tokens are the most likely ones at every place.
+    """A language model that computes nothing: the same 64 tokens are the most likely ones at every position.
 
     Args:
-        vocabulary: of the student.
+        vocabulary: Size of the student's vocabulary.
     """
 
     inputs = (TensorSpec("ids", "INT32"), TensorSpec("position", "INT32"))
@@ -121,11 +121,11 @@ class LikelyTokens(Backend):
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Log-probabilities of the vocabulary."""
+        """Return the only output, log-probabilities of the vocabulary."""
         return (TensorSpec("logprobs", "FP32", (self._vocabulary,)),)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return uniform log-probabilities, which only the start asks for."""
+        """Return uniform log-probabilities, which are requested only at the start."""
         return {"logprobs": np.full((len(inputs["ids"]), self._vocabulary), -np.log(self._vocabulary), np.float32)}
 
     def predict_top_k(
@@ -140,12 +140,12 @@ class LikelyTokens(Backend):
 
 
 class TokenStudent:
-    """A Llama on texts whose labels come from a teacher, or lie on the GPU.
+    """A Llama on texts whose labels come from a teacher, or are already on the GPU.
 
     Args:
-        device: of the student.
-        folder: for the student's configuration.
-        stack: ends the teacher.
+        device: Device of the student.
+        folder: Folder for the student's configuration.
+        stack: Ends the teacher.
     """
 
     def __init__(self, device: torch.device, folder: Path, stack: ExitStack) -> None:
@@ -203,7 +203,7 @@ class TokenStudent:
 
 
 def saves(device: torch.device, folder: Path) -> dict[str, Callable[[], float]]:
-    """Return what times a save of each side, in seconds of a blocked training loop."""
+    """Return functions that time a save of each side, in seconds for which the training loop is blocked."""
     state = state_of(device, GIGABYTES << 30 if device.type == "cuda" else 1 << 22)
     train(state, 0)
     dist.init_process_group("cpu:gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
@@ -211,7 +211,7 @@ def saves(device: torch.device, folder: Path) -> dict[str, Callable[[], float]]:
     steps = itertools.count(1)
 
     def timed(save: Callable[[int], object]) -> float:
-        for _ in range(2):  # the first save allocates what later ones use again
+        for _ in range(2):  # the first save allocates memory that later ones reuse
             step = next(steps)
             train(state, step)
             _synchronize(device)
@@ -239,7 +239,7 @@ def saves(device: torch.device, folder: Path) -> dict[str, Callable[[], float]]:
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """The ratios of every round."""
+    """Return the ratios of every round."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -20,12 +20,12 @@ GOALS = [Goal("of_sum", 0.95)]
 _FAST_S, _SLOW_S = 0.010, 0.040
 _STRAGGLE_EVERY, _STRAGGLE_FACTOR = 33, 10.0
 _PACE = 0.5
-"""Of the sum of the rates, where latencies are measured."""
+"""Share of the sum of the rates at which latencies are measured."""
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """The ratio of every round."""
-    seconds = 2 * options.seconds  # few batches a second, and one in 33 weighs as much as ten
+    """Return the ratio of every round."""
+    seconds = 2 * options.seconds  # few batches per second, and one in 33 takes as long as ten
     with ExitStack() as stack:
         teachers = []
         for number, sleep_s in enumerate((_FAST_S, _FAST_S, _FAST_S, _SLOW_S)):

@@ -30,18 +30,18 @@ _RESENT_WITHIN_S = 1.0
 
 
 class Student:
-    """An endless epoch of which every batch is looked at."""
+    """An endless epoch in which every batch is checked."""
 
     def __init__(self, reader: DistillReader) -> None:
         self._batches = enumerate(reader())
         self.delivered: dict[int, tuple[float, int]] = {}
-        """First id of a batch -> when it came, and the number of the teacher that labelled it."""
+        """First id of a batch -> when it arrived, and the number of the teacher that labelled it."""
 
     def take(self, until: float) -> int:
-        """Take batches until then. Returns how many.
+        """Take batches until `until`, and return their number.
 
         Raises:
-            AssertionError: a batch is missing, repeated, out of order or has another's labels.
+            AssertionError: A batch is missing, repeated, out of order, or has another batch's labels.
         """
         for taken, (number, (ids, labels)) in enumerate(self._batches, 1):
             now = time.perf_counter()
@@ -55,13 +55,13 @@ class Student:
 
 
 def source() -> Iterator[tuple[Any]]:
-    """Batches of ids that count on."""
+    """Yield batches of consecutive ids."""
     for number in itertools.count():
         yield (np.arange(number * ROWS, (number + 1) * ROWS, dtype=np.int64).reshape(-1, 1),)
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """The ratio of every round. In a round a teacher is killed and then replaced."""
+    """Return the ratio of every round. In each round, a teacher is killed and then replaced."""
     seconds = 1.0 if options.quick else 5.0
     ratios, resent_s = [], []
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ def _take_until_live(student: Student, reader: DistillReader) -> None:
 
 
 def _resent(student: Student, number: int, log: Path, killed_at: float) -> list[float]:
-    """When after the kill those batches came that teacher `number` had begun and another one labelled."""
+    """Return when, after the kill, batches arrived that teacher `number` had begun and another teacher labelled."""
     begun = [int(line) for line in log.read_text().splitlines() if line]
     came = [student.delivered[first] for first in begun if first in student.delivered]
     return [at - killed_at for at, labeller in came if labeller != number and at >= killed_at]

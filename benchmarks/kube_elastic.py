@@ -30,7 +30,7 @@ _WHOLE = Work(first=120, second=200, after_s=10.0)
 
 
 def measure(options: Options, picture: Path | None) -> dict[str, list[float]]:
-    """The figures of each round."""
+    """Return the figures of each round."""
     work = _QUICK if options.quick else _WHOLE
     with open_stage(GPUS // 2) as stage:
         stage.operator("--store", stage.store, capacity=True)
@@ -63,7 +63,7 @@ def _share(stage: Stage, work: Work, *, elastic: bool) -> Sharing:
 
 
 def _tell(rounds: dict[str, list[Sharing]]) -> None:
-    """Note a table of both sides: medians of the rounds, lowest and highest."""
+    """Note a table of both sides, with the median, lowest and highest of the rounds."""
     note(f"| {len(next(iter(rounds.values())))} rounds: median (lowest to highest) | {' | '.join(rounds)} |")
     note("| --- |" + " ---: |" * len(rounds))
     rows: dict[str, Callable[[Sharing], float]] = {
@@ -80,5 +80,5 @@ def _tell(rounds: dict[str, list[Sharing]]) -> None:
 
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--picture", type=Path, default=_PICTURE, help="where a round is drawn (default %(default)s)")
+    own.add_argument("--picture", type=Path, default=_PICTURE, help="file to draw a round in (default %(default)s)")
     main("kube_elastic", partial(measure, picture=own.parse_known_args()[0].picture), GOALS, __doc__, own=[own])

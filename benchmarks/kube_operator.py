@@ -42,21 +42,21 @@ GOALS = [
 _JOBS = 200
 _QUICK_JOBS = 5
 _IMAGE = "registry.k8s.io/pause:3.6"
-"""A container that does nothing; every node has one of its versions."""
+"""An image of a container that does nothing. Every node has a version of it."""
 _CPU = "400m"
-"""Of a worker: a node of two cores has room for four."""
+"""CPU request of a worker: a node with two cores has room for four workers."""
 _REST_S = 60.0
-"""For which requests at rest are counted: a resync of all jobs is spread over some ten minutes."""
+"""Seconds for which requests at rest are counted. A resync of all jobs is spread over about ten minutes."""
 _LOOK_REQUESTS = 2
-"""Of a look that finds nothing to do: the resource, and its pods."""
+"""Requests of a reconciliation that finds nothing to do: for the resource, and for its pods."""
 _QUIET_S = 10.0
 _SETTLED_S = 600.0
 _ROUNDS = 3
-"""More than the others' default of five would take an hour."""
+"""Fewer rounds than the other benchmarks' five, which would take an hour."""
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """Return requests a second and seconds of every round."""
+    """Return the requests per second and the seconds of every round."""
     try:
         client = KubeClient(KubeSettings(timeout_s=30.0))
     except SettingsError as exc:
@@ -152,7 +152,7 @@ def _operator(proxy: ApiProxy, namespace: str, folder: Path) -> Iterator[int]:
 
 
 class _Conditions:
-    """Makes jobs, and sees by a watch when each has its first condition."""
+    """Makes jobs, and watches when each gets its first condition."""
 
     def __init__(self, client: KubeClient, namespace: str) -> None:
         self._client = client
@@ -175,12 +175,12 @@ class _Conditions:
 
     @property
     def seconds(self) -> list[float]:
-        """From creation to first condition, of all jobs, in ascending order."""
+        """Return the seconds from creation to first condition of all jobs, in ascending order."""
         with self._lock:
             return sorted(seen_s - self._made_s[name] for name, seen_s in self._seen_s.items())
 
     def make(self, name: str) -> None:
-        """Make a job."""
+        """Create a job."""
         container = {"name": "main", "image": _IMAGE, "command": ["/pause"], "resources": {"requests": {"cpu": _CPU}}}
         spec = {"run": ["nothing"], "gracePeriodSeconds": 0, "template": {"spec": {"containers": [container]}}}
         with self._lock:
@@ -188,7 +188,7 @@ class _Conditions:
         self._client.create(ELASTIC_JOBS, {"metadata": {"name": name}, "spec": spec}, self._namespace)
 
     def wait_all(self, count: int) -> None:
-        """Wait until so many have a condition."""
+        """Wait until `count` jobs have a condition."""
         deadline = time.monotonic() + _SETTLED_S
         while len(self.seconds) < count:
             if time.monotonic() > deadline:
@@ -204,7 +204,7 @@ class _Conditions:
 
 
 def _wait_quiet(proxy: ApiProxy) -> None:
-    """Wait until requests have come down to some a second, for a while."""
+    """Wait until there have been only a few requests per second for a while."""
     deadline = time.monotonic() + _SETTLED_S
     seen, since_s = len(proxy.requests), time.monotonic()
     while time.monotonic() - since_s < _QUIET_S:
@@ -216,7 +216,7 @@ def _wait_quiet(proxy: ApiProxy) -> None:
 
 
 def _read_quantile(port: int, share: float) -> float:
-    """Return a quantile of the seconds of looks at jobs, interpolated within its bucket as Prometheus does."""
+    """Return a quantile of the seconds per reconciliation, interpolated within its bucket as in Prometheus."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     pattern = r'^edl_operator_reconcile_seconds_bucket\{kind="elasticjobs",le="([^"]+)"\} (\S+)$'

@@ -33,7 +33,7 @@ _RATIOS = {
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """Ratios of every round."""
+    """Return the ratios of every round."""
     with ExitStack() as stack:
         sides = _sides(options, stack)
         rounds = take_turns(sides, options.repeats)
@@ -72,7 +72,7 @@ def _ask(child: Child, request: dict[str, Any], seconds: float) -> Callable[[], 
 
 
 def _best(child: Child, requests: list[dict[str, Any]], options: Options) -> Callable[[], dict[str, Any]]:
-    """The side as its best way and number in flight have it, found out by two short trials of each."""
+    """Return a side with the best way and number of requests in flight, chosen by two short trials of each."""
     trial_s = min(1.0, options.seconds)
     candidates = [{**request, "in_flight": number} for request in requests for number in _IN_FLIGHT]
     trials = {", ".join(map(str, candidate.values())): candidate for candidate in candidates}

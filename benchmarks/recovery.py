@@ -81,7 +81,7 @@ def _ray_train(task: Task, stack: ExitStack) -> Job:
 
 
 def _torchft(join_timeout_s: float, task: Task, stack: ExitStack) -> Job:
-    task = replace(task, save_s=math.inf)  # replicas that live on give their state to new ones: no file is needed
+    task = replace(task, save_s=math.inf)  # surviving replicas pass their state to new ones: no file is needed
     return stack.enter_context(launchers.torchft(task, join_timeout_s, stack))
 
 
@@ -91,7 +91,7 @@ def _task(stack: ExitStack) -> Task:
 
 
 class Kills:
-    """One way to train, and what its ranks' deaths cost so far."""
+    """A way to train, and the costs of its ranks' deaths so far."""
 
     def __init__(
         self,
@@ -114,13 +114,13 @@ class Kills:
         self.hangs = 0
 
     def seconds(self, kills: int) -> float:
-        """Start a job and kill so many ranks. Returns the median of the recoveries; of one that hung, its deadline."""
+        """Start a job, kill `kills` ranks, and return the median recovery. One that hung counts as its deadline."""
         found = self.run(kills)
         self.outcomes += found
         return statistics.median(outcome.seconds for outcome in found)
 
     def run(self, kills: int) -> list[Outcome]:
-        """What became of each kill. After one that hung another job is started."""
+        """Return the outcome of each kill. If a recovery hangs, another job is started."""
         found: list[Outcome] = []
         while len(found) < kills:
             with ExitStack() as stack:
@@ -153,7 +153,7 @@ class Kills:
         return kill_rank(job, places[self._next % len(places)])
 
     def _settle(self, job: Job) -> None:
-        """Start what the job does not start by itself, and let it train until some moment of a step."""
+        """Start what the job does not start by itself, and let it train until a random moment in a step."""
         for number in range(self._nodes):
             if number not in job.nodes:
                 job.start(number)
@@ -162,7 +162,7 @@ class Kills:
 
 
 def _join_s(start: Start) -> float:
-    """The pause of two nodes' ranks when a third one joins; infinite if it never trains with them."""
+    """Return the pause of two nodes' ranks when a third node joins; infinite if it never trains with them."""
     with ExitStack() as stack:
         job = start(_task(stack), stack)
         for number in range(_RANKS - 1):
@@ -176,7 +176,7 @@ def _join_s(start: Start) -> float:
 
 
 def _node_dies_s(start: Start) -> float:
-    """Until the slowest of two nodes' ranks has finished a step after a third node died; infinite if it never has."""
+    """Return the seconds until both nodes' ranks have finished a step after a third node died; infinite if never."""
     with ExitStack() as stack:
         job = start(_task(stack), stack)
         for number in range(_RANKS):
@@ -225,19 +225,19 @@ def _torchft_name(join_timeout_s: float) -> str:
 
 
 def _bare_s(bare: Child) -> float:
-    """How long three forked ranks take to their first step, without EDL."""
+    """Return the seconds that three forked ranks take to finish their first step without EDL."""
     return float(bare.ask(width=_WIDTH, sleep_s=_SLEEP_S, ranks=_RANKS)["seconds"])
 
 
 def _import_s() -> float:
-    """How long a new worker of torchrun takes to import what it trains with."""
+    """Return the seconds that a new torchrun worker takes to import the modules for training."""
     begin = time.monotonic()
     subprocess.run([sys.executable, "-c", _IMPORTS], cwd=ROOT, check=True, timeout=_TIMEOUT_S)
     return time.monotonic() - begin
 
 
 def measure(options: Options, kills: int = _DEFAULT_KILLS) -> dict[str, list[float]]:
-    """The figures of every round, and of `kills` kills one after the other."""
+    """Return the figures of every round, and of `kills` consecutive kills."""
     sides = _sides(options.quick)
     each = 1 if options.quick else 3
     turns: dict[str, Callable[[], float]] = {name: partial(side.seconds, each) for name, side in sides.items()}
@@ -278,7 +278,7 @@ def _tell(sides: dict[str, Kills]) -> None:
 
 
 def _joins(repeats: int) -> dict[str, list[float]]:
-    """The pauses when a node joins, and torchrun's by ours."""
+    """Return the pauses when a node joins, and torchrun's divided by those of `edl run`."""
     starts = {
         "edl run": partial(_join_s, _nodes),
         "torchrun": partial(_join_s, _torchrun_nodes),
@@ -292,7 +292,7 @@ def _joins(repeats: int) -> dict[str, list[float]]:
 
 
 def _node_deaths(repeats: int) -> dict[str, list[float]]:
-    """How long the others need when a node dies, with torch's rendezvous and with ours."""
+    """Return how long the other nodes need when a node dies, with torch's rendezvous and with EDL's."""
     starts = {"edl run": partial(_node_dies_s, _nodes), _IN_STORE: partial(_node_dies_s, _torchrun_in_store)}
     seconds = take_turns(starts, repeats)
     _note_seconds("A node dies", seconds)
@@ -300,7 +300,7 @@ def _node_deaths(repeats: int) -> dict[str, list[float]]:
 
 
 def _lost_hosts(repeats: int) -> dict[str, list[float]]:
-    """How long the others need when a host is cut off, and when its processes are killed."""
+    """Return how long the other hosts need when a host is cut off, and when its processes are killed."""
     try:
         with Network(1):
             pass
@@ -314,7 +314,7 @@ def _lost_hosts(repeats: int) -> dict[str, list[float]]:
 
 
 def _host_dies_s(*, cut: bool) -> float:
-    """Until the slowest of two hosts' ranks has finished a step without the third; infinite if it never has."""
+    """Return the seconds until both other hosts' ranks have finished a step without the third; infinite if never."""
     with ExitStack() as stack:
         network = stack.enter_context(Network(_RANKS))
         task = _task(stack)
@@ -344,9 +344,9 @@ def _note_seconds(what: str, seconds: dict[str, list[float]]) -> None:
 
 
 def _against(seconds: dict[str, list[float]], them: str, keys: dict[str, str]) -> dict[str, list[float]]:
-    """Their seconds by ours; `keys` names the figure of each side of ours.
+    """Return their seconds divided by ours. `keys` names the figure of each of our sides.
 
-    Of the rounds in which they did not hang, which is not for us to gain by; if we hang, the ratio is 0.
+    Rounds in which they hang are left out, so that EDL does not gain from them. If EDL hangs, the ratio is 0.
     """
     kept = [number for number, their_s in enumerate(seconds[them]) if their_s < math.inf]
     theirs, *ours = ([seconds[name][number] for number in kept] for name in (them, *keys))
@@ -354,7 +354,7 @@ def _against(seconds: dict[str, list[float]], them: str, keys: dict[str, str]) -
 
 
 def _many(side: Kills, kills: int) -> dict[str, list[float]]:
-    """The distribution over many kills."""
+    """Return the distribution of recoveries over many kills."""
     if not kills:
         return {}
     side.hangs = 0
@@ -369,7 +369,7 @@ def _many(side: Kills, kills: int) -> dict[str, list[float]]:
 
 
 def _adversaries() -> None:
-    """A table of what else can happen to three nodes of ours."""
+    """Note a table of other events that can happen to three `edl run` nodes."""
     lines = [
         "\nThree nodes with a rank each:\n",
         "| what happens | seconds to the slowest survivor's next step | pause | steps lost |",
@@ -396,5 +396,5 @@ def _adversaries() -> None:
 
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--kills", type=int, default=_DEFAULT_KILLS, help="one after the other (default %(default)s)")
+    own.add_argument("--kills", type=int, default=_DEFAULT_KILLS, help="consecutive kills (default %(default)s)")
     main("recovery", partial(measure, kills=own.parse_known_args()[0].kills), GOALS, __doc__, own=[own])

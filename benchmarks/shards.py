@@ -26,7 +26,7 @@ _BATCHES = (16, 64, 256)
 _STREAMS = (4, 16)
 _SINGLE_STREAMS = 16
 _PROBE_S = 1.0
-"""Of a look for the best number of shards and workers."""
+"""Seconds per trial in the search for the best numbers of shards and workers."""
 
 
 def measure(options: Options) -> dict[str, list[float]]:

@@ -39,12 +39,12 @@ _WAYS = {
     "http": "vLLM's JSON over HTTP",
 }
 _SLOW = ("gateway", "http")
-"""Ways through vLLM, which labels some thousands of tokens a second: longer windows, to hold enough of them."""
+"""Ways through vLLM. It labels a few thousand tokens per second, so these get longer windows."""
 _START_S = 300.0
 
 
 def measure(options: Options) -> dict[str, list[float]]:
-    """The ratios of every round."""
+    """Return the ratios of every round."""
     if not (MODEL / "model.safetensors").exists():
         raise SystemExit("tokens: the real vLLM is not installed; run tools/vllm.sh")
     with ExitStack() as stack:
@@ -85,29 +85,29 @@ def _student(way: str, endpoint: str) -> Child:
 
 
 def _count_bytes(endpoint: str, dtype: str | None) -> float:
-    """Bytes a token, in a process that has no other connections."""
+    """Return the bytes per token, counted in a process without other connections."""
     with _student("rows", endpoint) as student:
         return float(student.ask(dtype=dtype)["bytes_token"])
 
 
 def _check_agreement(students: dict[str, Child]) -> None:
-    """Find out whether all ways say the same of the first sequence: else they did not do the same work.
+    """Check that all ways return the same labels for the first sequence: otherwise they did different work.
 
     Raises:
-        RuntimeError: they do not.
+        RuntimeError: The labels differ.
     """
     first = {way: student.ask()["first"] for way, student in students.items()}
     expected = first["rows"]
     for way, ids in first.items():
-        # Values that are nearly equal may change places; HTTP does not predict what would follow the sequence.
+        # Nearly equal values may change places. HTTP does not predict the token after the sequence.
         same = sum(found == wanted for found, wanted in zip(ids, expected, strict=False))
         if same < 0.98 * (len(expected) - 1):
-            raise RuntimeError(f"tokens: {way} has {same} of {len(expected)} labels of the others")
+            raise RuntimeError(f"tokens: {way} has {same} of {len(expected)} labels in common with the others")
 
 
 @contextlib.contextmanager
 def _gateway(engine: str, folder: Path) -> Iterator[str]:
-    """Start `edl register vllm://`; its endpoint."""
+    """Start `edl register vllm://`, and yield its endpoint."""
     ready = folder / "ready"
     command = [sys.executable, "-m", "edl", "register", f"vllm://{engine}", "--model", "m", "--engine-model", "tiny"]
     command += ["--model-version", "r1", "--top-k", str(TOP_K), "--discovery", f"sqlite:///{folder}/discovery.sqlite"]

@@ -1,1 +1,1 @@
-"""A simulated cluster for `benchmarks/cluster_sim`: a day's trace, policies that share it out, and what came of it."""
+"""A simulated cluster for `benchmarks/cluster_sim`: a day's trace, policies that share the GPUs, and their results."""

@@ -1,4 +1,4 @@
-"""The picture of a simulated day: GPUs in use, jobs that wait, and moves, under every policy."""
+"""The picture of a simulated day: GPUs in use, waiting jobs, and moves, under every policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks._cluster.simulation import Result
 __all__ = ["draw_day"]
 
 _COLOURS = {"EDL": "#1b6ca8", "gang": "#c44e52", "gang at the minimum": "#dd8f5a", "ancestor": "#7a6a9b"}
-_SMOOTH_S = 900.0  # means of a quarter of an hour: single ticks would be a band of ink
+_SMOOTH_S = 900.0  # means of a quarter of an hour: single ticks would fill the plot with ink
 
 
 def draw_day(results: Sequence[Result], path: Path) -> None:
@@ -50,7 +50,7 @@ def draw_day(results: Sequence[Result], path: Path) -> None:
 
 
 def _means(result: Result, what: str) -> tuple[list[float], list[float]]:
-    """Hours, and means of a quarter of an hour."""
+    """Return hours, and means over a quarter of an hour."""
     buckets: dict[int, list[float]] = {}
     for sample in result.samples:
         value = sample.jobs - sample.pausing if what == "useful" else getattr(sample, what)
@@ -62,7 +62,7 @@ def _means(result: Result, what: str) -> tuple[list[float], list[float]]:
 
 
 def _moves(result: Result) -> tuple[list[int], list[float]]:
-    """Moves by hour, and the hours' borders."""
+    """Return the moves in each hour, and the borders of the hours."""
     last = max(1, round(result.samples[-1].at_s / 3600))
     edges = [float(hour) for hour in range(last + 1)]
     counts = [sum(start * 3600 <= at < end * 3600 for at in result.moves) for start, end in pairwise(edges)]

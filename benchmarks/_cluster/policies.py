@@ -1,4 +1,4 @@
-"""Policies that share the GPUs out: EDL's own functions, gang scheduling, and the ancestor's autoscaler."""
+"""Policies that distribute the GPUs: EDL's own functions, gang scheduling, and the ancestor's autoscaler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["AncestorAutoscaler", "EdlArbiter", "GangScheduler", "scale_all_jobs"
 
 
 def find_useful_limit(observation: WorkerObservation) -> int:
-    """The most workers that a job may be given now: what is known to be of use, and a step of what is unknown."""
+    """Return the most workers that a job may get now: those known to help, and one step of exploration."""
     low, now, high = observation.min_workers, observation.workers, observation.max_workers
     known = observation.history.list_known_sizes(observation.now_s)
     model = fit_throughput(observation.history, observation.now_s)
@@ -35,7 +35,7 @@ def find_useful_limit(observation: WorkerObservation) -> int:
     measured = record is not None and now in known and record.samples >= MIN_SAMPLES
     limit = float(max(known) * (EXPLORE_FACTOR if measured else 1))
     if len(known) > 1:
-        if model.b:  # up to the size at which a worker does `MIN_EFFICIENCY` of what it does alone
+        if model.b:  # up to the size at which a worker does `MIN_EFFICIENCY` of its work alone
             useful = ((model.a + model.b) / MIN_EFFICIENCY - model.a) / model.b + 1e-9
             limit = min(limit, max(1.0, useful))
         if model.compute_efficiency(max(now, 1)) >= GIVE_BACK_BELOW:
@@ -44,7 +44,7 @@ def find_useful_limit(observation: WorkerObservation) -> int:
 
 
 class FreeGpus:
-    """Free GPUs of each node, for a scheduler that takes the fullest node on which a worker fits."""
+    """Free GPUs of each node, for a scheduler that chooses the fullest node with room for a worker."""
 
     def __init__(self, capacities: Mapping[str, int]) -> None:
         self.free = dict(capacities)
@@ -53,12 +53,12 @@ class FreeGpus:
             heapq.heappush(self._buckets[capacities[node]], node)
 
     def take(self, node: str, gpus: int) -> None:
-        """Use GPUs of a node; a negative number frees them."""
+        """Take GPUs of a node; a negative number frees them."""
         self.free[node] -= gpus
         heapq.heappush(self._buckets[self.free[node]], node)
 
     def find_node(self, gpus: int) -> str | None:
-        """The node with the fewest free GPUs that suffice."""
+        """Return the node with the fewest free GPUs among those with enough."""
         for count in range(gpus, len(self._buckets)):
             bucket = self._buckets[count]
             while bucket:
@@ -68,7 +68,7 @@ class FreeGpus:
         return None
 
     def place(self, workers: int, gpus: int) -> dict[str, int] | None:
-        """Place all of these workers, or none."""
+        """Place all of the workers or none, and return their number by node."""
         places: dict[str, int] = {}
         for _ in range(workers):
             node = self.find_node(gpus)
@@ -81,7 +81,7 @@ class FreeGpus:
         return places
 
     def fill(self, most: int) -> dict[str, int]:
-        """Place borrowers of a GPU each, as many as fit: pods of low priority, which the scheduler preempts at once."""
+        """Place as many borrowers as fit, with a GPU each: low-priority pods that the scheduler can preempt at once."""
         places: dict[str, int] = {}
         while most and (node := self.find_node(1)) is not None:
             self.take(node, 1)
@@ -92,7 +92,7 @@ class FreeGpus:
 
 @dataclass
 class EdlArbiter:
-    """`edl.master.scaling`: what jobs can use from their own history, and the arbiter among them."""
+    """EDL's policy, from `edl.master.scaling`: what each job can use according to its history, and the arbiter."""
 
     name: str = "EDL"
     decision_s: float = 30.0
@@ -146,12 +146,13 @@ class EdlArbiter:
 
 @dataclass
 class GangScheduler:
-    """All workers of a job or none, a fixed number: by priority, then age, and whoever fits may go first (backfill).
+    """Gives a job its fixed number of workers or none, by priority, then age. Jobs that fit may go first (backfill).
 
-    As Kueue's BestEffortFIFO and Volcano's gang plugin. A job that loses a worker loses all, and waits again.
+    This is what Kueue's BestEffortFIFO and Volcano's gang plugin do. A job that loses a worker loses all of them, and
+    waits again.
 
     Attributes:
-        at_minimum: jobs ask for the minimum that they would have if they were elastic, instead of what users request.
+        at_minimum: Jobs ask for the minimum that they would have if they were elastic, instead of what users request.
     """
 
     name: str = "gang"
@@ -190,22 +191,22 @@ class GangScheduler:
 def scale_all_jobs(
     jobs: Sequence[tuple[Submission, int]], gpu_limit: int, gpu_total: int, max_load: float, most_rounds: int
 ) -> tuple[dict[str, int], bool]:
-    """The ancestor's `scaleAllJobsDryRun`, for GPUs: paddle-operator's `pkg/autoscaler/autoscaler.go`.
+    """Run the ancestor's `scaleAllJobsDryRun` for GPUs (paddle-operator's `pkg/autoscaler/autoscaler.go`).
 
-    Its jobs are sorted by fulfilment, (now - min) / (max - min), as it was before the dry run. In each round, every job
-    in this order gets one instance more if GPUs are left, up to all of them; then, from the other end, every job gives
-    one if it has more than its maximum, or if more than `max_load` of the GPUs are asked for and it has more than its
-    minimum. It ends when a round changes nothing.
+    Jobs are sorted by their fulfilment before the dry run, (now - min) / (max - min). In each round, every job in this
+    order gets one more instance while GPUs are left. Then, in reverse order, every job gives one back if it has more
+    than its maximum, or if more than `max_load` of the GPUs are requested and it has more than its minimum. The dry run
+    ends when a round changes nothing.
 
     Args:
-        jobs: what is known of them, and their parallelism.
-        gpu_limit: GPUs that all pods ask for, those that wait for a node included.
-        gpu_total: of the cluster.
-        max_load: its flag `max_load_desired`, 0.97 as it comes.
-        most_rounds: the original has no such limit.
+        jobs: The submissions, and their current parallelism.
+        gpu_limit: GPUs that all pods request, including pods that wait for a node.
+        gpu_total: GPUs in the cluster.
+        max_load: The ancestor's flag `max_load_desired`, 0.97 by default.
+        most_rounds: Largest number of rounds; the original has no such limit.
 
     Returns:
-        By job, how many instances more or fewer, and whether it came to an end.
+        The change in the number of instances by job, and whether the dry run ended.
     """
 
     def fulfilment(submission: Submission, now: int) -> float:
@@ -243,11 +244,11 @@ def scale_all_jobs(
 
 @dataclass
 class AncestorAutoscaler:
-    """The ancestor's autoscaler over Kubernetes' own scheduler, every 30 s.
+    """The ancestor's autoscaler, which runs every 30 s, on top of Kubernetes' own scheduler.
 
-    A job starts with its minimum of pods, which wait for nodes one by one; it trains with as many as run, if these are
-    its minimum. The desired load is 1.0 here, the default of its code: with its flag's default of 0.97 the dry run goes
-    up and down for ever where a job could use more than there is, which `endless` counts.
+    A job starts with its minimum of pods, which wait for nodes one by one. It trains with the pods that run, if they
+    are at least its minimum. The desired load is 1.0 here, the default in the ancestor's code. With the flag's default
+    of 0.97, the dry run goes up and down for ever if a job could use more GPUs than there are; `endless` counts this.
     """
 
     name: str = "ancestor"
@@ -265,7 +266,7 @@ class AncestorAutoscaler:
         }
         total = sum(view.capacities.values())
         asked = sum(self.parallelism[name] * job.submission.gpus for name, job in view.jobs.items())
-        # Without a job that has no pod running, only running jobs are scaled.
+        # If every job has a running pod, only running jobs are scaled.
         pending = any(not job.workers for job in view.jobs.values())
         scaled = [(job.submission, self.parallelism[name]) for name, job in view.jobs.items() if pending or job.workers]
         change, _ = scale_all_jobs(scaled, asked, total, 1.0, most_rounds=10 * max(1, total))
@@ -276,7 +277,7 @@ class AncestorAutoscaler:
         return self._schedule(view)
 
     def _schedule(self, view: ClusterView) -> Placements:
-        """Schedule like Kubernetes: surplus pods end, waiting ones get a node, by priority and age; then borrowers."""
+        """Schedule like Kubernetes: end surplus pods, place waiting pods by priority and age, then place borrowers."""
         free = FreeGpus(view.capacities)
         found: Placements = {}
         for name, job in view.jobs.items():

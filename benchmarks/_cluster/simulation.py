@@ -1,8 +1,8 @@
-"""The simulated cluster: it applies what a policy decides, lets jobs make steps, and counts.
+"""The simulated cluster: it applies a policy's decisions, lets jobs make steps, and counts.
 
-Simplified: time goes in ticks; a start or a change of a job's workers costs a pause without steps, and no work is lost;
-a job whose GPUs the online load takes loses these workers at that tick; nodes are alike and nothing fails; a worker's
-speed does not depend on where the others are.
+It makes some simplifications. Time passes in ticks. Starting a job or changing its workers costs a pause without steps,
+but no work is lost. When the online load takes GPUs from a job, the job loses these workers at that tick. Nodes are
+alike and nothing fails. A worker's speed does not depend on where the other workers are.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from benchmarks._cluster.trace import Submission, Trace
 __all__ = ["TEACHERS", "ClusterView", "Policy", "Result", "RunningJob", "Sample", "simulate"]
 
 TEACHERS = "teachers"
-_NOISE = 0.03  # of a measured rate: steps are never of equal length
+_NOISE = 0.03  # of a measured rate, since steps never take equally long
 _DRAIN_S = 86_400.0
-"""For how long jobs that came within the trace are followed beyond its end, with nothing new: else those that a policy
+"""Seconds after the trace for which its jobs are still followed, with no new jobs. Otherwise the jobs that a policy
 keeps waiting longest would not count."""
 
 Placements = dict[str, dict[str, int]]
@@ -27,17 +27,17 @@ Placements = dict[str, dict[str, int]]
 
 @dataclass
 class RunningJob:
-    """A job that has come and has not ended.
+    """A job that has arrived and has not ended.
 
     Attributes:
-        submission: what its user said.
-        left: what is left to do.
-        places: node -> workers.
-        waited_s: so far, without its minimum.
-        paused_until_s: it makes no steps before.
-        moves: changes of its workers, its starts not counted.
-        started_s: when it had its minimum first; None if it had not yet.
-        rate: as measured in the last tick, None where it made no steps in all of it.
+        submission: What its user submitted.
+        left: Work that is left, in the unit of the model.
+        places: Node -> workers.
+        waited_s: Seconds so far with fewer workers than its minimum.
+        paused_until_s: Time before which it makes no steps.
+        moves: Changes of its workers, without its starts.
+        started_s: When it first had its minimum; None before that.
+        rate: Rate measured in the last tick; None unless it made steps during the whole tick.
     """
 
     submission: Submission
@@ -56,14 +56,14 @@ class RunningJob:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """Hold what a policy sees.
+    """The state of the cluster, as a policy sees it.
 
     Attributes:
-        now_s: time.
-        capacities: GPUs of each node that are not the online load's.
-        jobs: by name, all that have come and not ended.
-        teachers: node -> teachers, of a GPU each.
-        most_teachers: that are wanted now.
+        now_s: Current time.
+        capacities: GPUs of each node that the online load does not use.
+        jobs: All jobs that have arrived and not ended, by name.
+        teachers: Node -> teachers, with one GPU each.
+        most_teachers: Largest number of teachers that can be used now.
     """
 
     now_s: float
@@ -74,21 +74,21 @@ class ClusterView:
 
 
 class Policy(Protocol):
-    """Shares the GPUs of a cluster out."""
+    """Distributes the GPUs of a cluster."""
 
     name: str
     decision_s: float
 
     def decide(self, view: ClusterView) -> Placements:
-        """Where every job's workers are to be; teachers under `TEACHERS`."""
+        """Return where to place every job's workers, and the teachers under `TEACHERS`."""
 
     def needs(self, submission: Submission) -> int:
-        """Workers with fewer of which a job does not run."""
+        """Return the fewest workers with which a job runs."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The cluster in a tick, in GPUs unless it says otherwise."""
+    """The cluster in one tick, in GPUs unless the name says otherwise."""
 
     at_s: float
     capacity: int
@@ -100,15 +100,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """Hold the outcome of a trace under a policy.
+    """The outcome of a trace under a policy.
 
     Attributes:
-        policy: its name.
-        samples: by tick, within the trace.
-        waits_s: of each job, all its seconds without its minimum.
-        spans_s: of each job that ended, from its coming to its end.
-        moves: times of changes of jobs' workers, starts not counted.
-        unfinished: jobs that had not ended a day after the trace.
+        policy: Name of the policy.
+        samples: One sample per tick of the trace.
+        waits_s: Seconds that each job spent with fewer workers than its minimum.
+        spans_s: Seconds from arrival to end, for each job that ended.
+        moves: Times at which jobs' workers changed, without starts.
+        unfinished: Number of jobs that had not ended a day after the trace.
     """
 
     policy: str
@@ -120,7 +120,7 @@ class Result:
 
 
 def simulate(trace: Trace, policy: Policy, tick_s: float = 30.0) -> Result:
-    """Let a policy live through a day, and then until its jobs are done."""
+    """Simulate a day under a policy, and continue until the jobs are done."""
     noise = random.Random(trace.seed)
     coming = list(reversed(trace.submissions))
     jobs: dict[str, RunningJob] = {}
@@ -169,7 +169,7 @@ def evict(
     now_s: float,
     moves: list[float],
 ) -> None:
-    """Take the GPUs that the online load took: from teachers first, then by priority, the youngest first."""
+    """Remove workers from GPUs that the online load took: teachers first, then by priority, the youngest first."""
     used: dict[str, int] = dict(teachers)
     for job in jobs.values():
         for node, count in job.places.items():
@@ -191,7 +191,7 @@ def evict(
 
 
 def place(job: RunningJob, places: Mapping[str, int], now_s: float, moves: list[float], policy: Policy) -> None:
-    """Give a job its workers: a change costs its pause, and is a move of a job that ran."""
+    """Give a job its workers. A change costs a pause, and counts as a move if the job was running."""
     if dict(places) == job.places:
         return
     ran = job.workers >= policy.needs(job.submission)
@@ -207,14 +207,14 @@ def place(job: RunningJob, places: Mapping[str, int], now_s: float, moves: list[
 
 
 def check_capacity(capacities: Mapping[str, int], jobs: Mapping[str, RunningJob], teachers: Mapping[str, int]) -> None:
-    """Refuse a policy that gives what is not there, or that brings a job above its most."""
+    """Refuse placements with more GPUs than there are, or with more workers than a job's maximum."""
     used = dict(teachers)
     for job in jobs.values():
         for node, count in job.places.items():
             used[node] = used.get(node, 0) + count * job.submission.gpus
         assert job.workers <= job.submission.max_workers, f"{job.submission.name} has {job.workers} workers"
     for node, count in used.items():
-        assert count <= capacities[node], f"{node} has {capacities[node]} GPUs, {count} are given"
+        assert count <= capacities[node], f"{node} has {capacities[node]} GPUs, but {count} are assigned"
 
 
 def look(
@@ -225,7 +225,7 @@ def look(
     teachers: Mapping[str, int],
     policy: Policy,
 ) -> Sample:
-    """Count the cluster as it is in this tick; a job that pauses for a part of it counts by this part."""
+    """Return a sample of the cluster in this tick. A job that pauses for part of the tick counts for that part."""
     using = pausing = waiting = 0
     for job in jobs.values():
         gpus = job.workers * job.submission.gpus
@@ -239,7 +239,7 @@ def look(
 
 
 def advance(job: RunningJob, now_s: float, tick_s: float, policy: Policy, noise: random.Random) -> float | None:
-    """Let a job make steps for a tick. Returns when it ended, None if it has not."""
+    """Let a job make steps for a tick, and return when it ended, or None if it did not."""
     job.rate = None
     if job.workers < policy.needs(job.submission):
         job.waited_s += tick_s

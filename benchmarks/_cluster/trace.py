@@ -1,4 +1,4 @@
-"""A day of a cluster, from a seed: jobs that come, and an online load that breathes."""
+"""A day of a cluster, generated from a seed: arriving jobs, and an online load that rises and falls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """Nodes of equal size, and for how long they are looked at.
+    """The nodes of a cluster, the length of the trace, and the load.
 
     Attributes:
-        nodes: of the cluster.
-        gpus_per_node: of a node.
-        seconds: of the trace.
-        load: what users request in GPU hours, by the GPU hours that the online load leaves.
-        teachers: that are wanted, at most, of a GPU each, for each GPU.
+        nodes: Number of nodes.
+        gpus_per_node: GPUs in each node.
+        seconds: Length of the trace.
+        load: GPU hours that users request, divided by the GPU hours that the online load leaves.
+        teachers: Most teachers that can be used, with one GPU each, per GPU of the cluster.
     """
 
     nodes: int = 400
@@ -38,19 +38,19 @@ class ClusterSize:
 
 @dataclass(frozen=True)
 class Submission:
-    """A job as its user submits it.
+    """A job, as its user submits it.
 
     Attributes:
-        name: of the job.
-        at_s: when it comes.
-        requested: workers that its user would ask for if their number could not change.
-        min_workers: with fewer it does not run, where it is elastic.
-        max_workers: it takes no more.
-        gpus: of a worker, on one node.
-        priority: 0 to 2.
-        model: its true throughput; only what it shows while it runs is known to a policy.
-        work: what there is to do, in the unit of the model.
-        pause_s: without a step after each start and each change of its size.
+        name: Name of the job.
+        at_s: Time at which it arrives.
+        requested: Workers that its user would request if their number could not change.
+        min_workers: Fewest workers with which it runs, if it is elastic.
+        max_workers: Most workers that it can use.
+        gpus: GPUs per worker, all on one node.
+        priority: Priority, 0 to 2.
+        model: Its true throughput. A policy only knows what it observes while the job runs.
+        work: Total work, in the unit of the model.
+        pause_s: Seconds without steps after each start and each change in the number of workers.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Submission:
 
 @dataclass(frozen=True)
 class Trace:
-    """Hold the events of a day, which are the same under all policies.
+    """The events of a day, which are the same under all policies.
 
     Attributes:
-        size: of the cluster.
-        seed: from which it was made.
-        submissions: by time.
+        size: The cluster's size.
+        seed: Seed from which the trace was made.
+        submissions: Submitted jobs, sorted by time.
     """
 
     size: ClusterSize
@@ -84,13 +84,13 @@ class Trace:
     submissions: tuple[Submission, ...]
 
     def count_online_gpus(self, now_s: float) -> int:
-        """GPUs that the online load takes: 15% of all at night, 45% in the afternoon, and ripples of minutes."""
+        """Return the GPUs that the online load takes: 15% at night, 45% in the afternoon, with ripples of minutes."""
         day = math.sin(2 * math.pi * (now_s / DAY_S - 0.375))  # lowest at 3 o'clock, highest at 15 o'clock
         ripple = math.sin(now_s / 311 + self.seed) + math.sin(now_s / 997 + 2 * self.seed)
         return round(self.size.gpus * (0.30 + 0.15 * day + 0.01 * ripple))
 
     def find_capacities(self, now_s: float) -> dict[str, int]:
-        """GPUs of each node that jobs may use: the online load fills node after node, one replica a GPU."""
+        """Return the GPUs of each node that jobs may use. The online load fills node after node, a GPU per replica."""
         taken, width = self.count_online_gpus(now_s), self.size.gpus_per_node
         full, rest = divmod(taken, width)
         return {
@@ -102,8 +102,9 @@ class Trace:
 def make_trace(size: ClusterSize, seed: int) -> Trace:
     """Draw the jobs of a day.
 
-    Workers have 1, 2, 4 or 8 GPUs. Jobs take an hour in the median with what their users request, log-normal with long
-    tails (as in Philly's trace: Jeon et al., USENIX ATC 2019), and come three times as often at noon as at midnight.
+    Workers have 1, 2, 4 or 8 GPUs. With the workers that users request, the median job takes an hour; durations are
+    log-normal with long tails, as in the Philly trace (Jeon et al., USENIX ATC 2019). Jobs arrive three times as often
+    at noon as at midnight.
     """
     draw = random.Random(seed)
     ticks = range(0, int(size.seconds), 600)
@@ -119,10 +120,10 @@ def make_trace(size: ClusterSize, seed: int) -> Trace:
 
 
 def draw_submission(draw: random.Random, size: ClusterSize) -> Submission:
-    """Draw a job; none requests more than an eighth of the cluster."""
+    """Draw a job that requests at most an eighth of the cluster."""
     gpus = draw.choice([1, 1, 1, 2, 2, 4, 8])
     requested = min(draw.choice([1, 2, 2, 4, 4, 8, 8, 16, 32]), max(1, size.gpus // 8 // gpus))
-    efficiency = draw.uniform(0.6, 0.95)  # of a worker beside those that are requested
+    efficiency = draw.uniform(0.6, 0.95)  # of a worker when all the requested workers run
     b = (1 / efficiency - 1) / max(1, requested - 1)
     model = ThroughputModel(max(0.0, 1.0 - b), b)
     seconds = min(12 * 3600.0, max(300.0, draw.lognormvariate(math.log(3600.0), 1.0)))

@@ -1,4 +1,4 @@
-"""The picture of two jobs that share GPUs: workers that work, over time, elastically and all or nothing."""
+"""The picture of two jobs that share GPUs: busy workers over time, with elastic and with all-or-nothing jobs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _STEP_S = 0.25
 
 
 def count_busy(job: JobTimes, times: Sequence[float]) -> list[int]:
-    """How many of a job's workers work at each time, in seconds since the epoch."""
+    """Return how many of a job's workers are busy at each time, in seconds since the epoch."""
     return [sum(begin <= at < end for begin, end in job.units) for at in times]
 
 
 def draw_sharing(sides: Mapping[str, Sharing], path: Path) -> None:
-    """Draw GPUs that work over time, a row for each side, into a PNG file."""
+    """Draw the busy GPUs over time into a PNG file, with a row for each side."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,9 +1,9 @@
-"""ElasticDL's experiment: a job that wants every GPU arrives while another runs on a part of them.
+"""ElasticDL's experiment: a job that can use every GPU arrives while another job runs on some of them.
 
 Experiment 1 of https://github.com/sql-machine-learning/elasticdl/blob/develop/docs/benchmark/allreduce/report.md has
-two jobs of four GPUs each on six. Here a job of two fixed workers runs on two of four GPUs, and seconds later comes one
-that can use four: elastically (1 to 4 workers), and beside that all or nothing (4 to 4), as under gang scheduling.
-Workers stand for GPUs: a unit of work takes a fixed time on one.
+two jobs with four GPUs each on six GPUs. Here a job with two fixed workers runs on two of four GPUs. Seconds later, a
+job arrives that can use all four: either elastic (1 to 4 workers) or all or nothing (4 to 4), as under gang scheduling.
+Each worker stands for a GPU, on which a unit of work takes a fixed time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["GPUS", "JobTimes", "Sharing", "Work", "share_gpus"]
 GPUS = 4
 PROGRAM = Path(__file__).parent / "working.py"
 END_S = 900.0
-"""Of a job. The longest round takes three minutes."""
+"""Seconds to wait for the end of a job. The longest round takes three minutes."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """How much the two jobs have to do.
+    """The amount of work for both jobs.
 
     Attributes:
-        first: units of the job that runs, with two workers.
-        second: units of the job that comes.
-        after_s: seconds from the first job's first unit until the second job comes.
-        unit_s: seconds that a unit takes.
+        first: Units of work for the first job, which has two workers.
+        second: Units of work for the second job.
+        after_s: Seconds from the first job's first unit until the second job arrives.
+        unit_s: Seconds that a unit takes.
     """
 
     first: int = 60
@@ -47,10 +47,10 @@ class JobTimes:
     """What a job did.
 
     Attributes:
-        submitted: when it was created, in seconds since the epoch.
-        units: begin and end of each unit of work that was done.
-        numbers: of these units.
-        workers: time and number, each time that workers have gathered anew.
+        submitted: When it was created, in seconds since the epoch.
+        units: Begin and end of each completed unit of work.
+        numbers: Numbers of these units.
+        workers: Time and number of workers, each time the workers have formed a new group.
     """
 
     submitted: float
@@ -60,22 +60,22 @@ class JobTimes:
 
     @property
     def wait_s(self) -> float:
-        """Seconds from its creation to its first unit's begin."""
+        """Return the seconds from the job's creation until its first unit begins."""
         return min(begin for begin, _ in self.units) - self.submitted
 
     @property
     def span_s(self) -> float:
-        """Seconds from its creation to its last unit's end."""
+        """Return the seconds from the job's creation until its last unit ends."""
         return max(end for _, end in self.units) - self.submitted
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Both jobs' times.
+    """The times of both jobs.
 
     Attributes:
-        first: the job that ran.
-        second: the job that came.
+        first: The job that was already running.
+        second: The job that arrived.
     """
 
     first: JobTimes
@@ -83,27 +83,27 @@ class Sharing:
 
     @property
     def begin(self) -> float:
-        """When the first job worked first."""
+        """Return when the first job began its first unit."""
         return min(begin for begin, _ in self.first.units)
 
     @property
     def span_s(self) -> float:
-        """Seconds from there until all work was done."""
+        """Return the seconds from `begin` until all work was done."""
         return max(end for _, end in [*self.first.units, *self.second.units]) - self.begin
 
     @property
     def utilization(self) -> float:
-        """Share of the GPUs' seconds that went into units of work, over that time."""
+        """Return the share of the GPUs' time that went into units of work, over `span_s`."""
         busy = sum(end - begin for begin, end in [*self.first.units, *self.second.units])
         return busy / (GPUS * self.span_s)
 
     def to_json(self) -> str:
-        """The times as text."""
+        """Return the times as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Sharing:
-        """The times of `to_json`."""
+        """Return the times in text from `to_json`."""
         found = json.loads(text)
         return cls(**{name: JobTimes(**found[name]) for name in ("first", "second")})
 
@@ -112,11 +112,11 @@ def share_gpus(scene: Scene, template: Mapping[str, Any], folder: Path, work: Wo
     """Run both jobs on four GPUs and return what they did.
 
     Args:
-        scene: where; an operator runs there.
-        template: a worker's pod, with one GPU, that may write into `folder`.
-        folder: for what the workers write.
-        work: how much there is to do.
-        elastic: the second job takes what there is; else all or nothing.
+        scene: Resources in a namespace where an operator runs.
+        template: A worker's pod, with one GPU, that can write into `folder`.
+        folder: Folder for the files that workers write.
+        work: The amount of work.
+        elastic: Whether the second job starts with the GPUs that are free, instead of all or nothing.
     """
     first, second = Diary(folder / "first/diary.jsonl"), Diary(folder / "second/diary.jsonl")
     for diary in (first, second):
@@ -140,7 +140,7 @@ def _run(diary: Diary, units: int, work: Work) -> list[str]:
 
 
 def _times(diary: Diary, submitted: float) -> JobTimes:
-    # Not those of the diary: a worker that was killed as it had done a unit did not come to write there.
+    # Do not read the diary: a worker that was killed right after a unit had no time to write there.
     units = [entry for path in diary.path.parent.glob("unit-*") for entry in Diary(path).entries("unit")]
     units.sort(key=lambda unit: unit["at"])
     return JobTimes(

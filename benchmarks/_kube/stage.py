@@ -1,4 +1,4 @@
-"""A namespace on this machine's cluster, with GPUs, a store, and an operator."""
+"""A namespace in this machine's cluster, with GPUs, a store, and an operator."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Stage:
     """A namespace that is deleted afterwards.
 
     Attributes:
-        scene: resources in it.
-        operator: starts operators of it.
-        store: URL of a Consul, for pods and this machine.
-        pod_template: makes pods that run this project; see `tests.cluster.pods.pod_template`.
-        folder: for files.
+        scene: Resources in the namespace.
+        operator: Starts operators for the namespace.
+        store: URL of a Consul server that pods and this machine can reach.
+        pod_template: Makes pods that run this project; see `tests.cluster.pods.pod_template`.
+        folder: Folder for files.
     """
 
     scene: Scene
@@ -43,7 +43,7 @@ class Stage:
 
 @contextlib.contextmanager
 def open_stage(gpus_per_node: int = 0) -> Iterator[Stage]:
-    """Bring the cluster up if it is not, and make a namespace; nobody else has GPUs meanwhile."""
+    """Start the cluster if it is not running, and make a namespace, which has all the GPUs to itself."""
     machine = KubeMachine()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-kube-benchmark-")))

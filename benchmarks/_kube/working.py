@@ -1,9 +1,9 @@
-"""Works off units that take a fixed time each, with as many workers as there are; a unit stands for a GPU's second.
+"""Works through units that take a fixed time each, with any number of workers. A unit stands for work on a GPU.
 
     edl run working.py FOLDER --units 60 --unit-s 1
 
-A worker holds a unit by a lock on its file, which ends with the worker, and writes into it when it has done it. What a
-worker that left had begun is begun anew by another, and counts once, whatever the worker was killed between.
+A worker claims a unit by locking the unit's file, and writes into the file when the unit is done. The lock ends with
+the worker, so another worker restarts a unit that was not completed. A unit counts once, whenever a worker is killed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def format_entry(kind: str, **fields: object) -> bytes:
 
 
 def work(unit: int) -> bool:
-    """Do a unit; False where another worker holds it. A done unit's file has its entry, in a single write."""
+    """Do a unit, or return False if another worker holds it. The entry goes into the unit's file in a single write."""
     file = os.open(options.folder / f"unit-{unit}", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,7 +39,7 @@ def work(unit: int) -> bool:
             time.sleep(options.unit_s)
             entry = format_entry("unit", unit=unit, begin=begin)
             os.write(file, entry)
-            os.write(diary, entry)  # which a worker that is killed here leaves out
+            os.write(diary, entry)  # missing if the worker is killed here
         return True
     finally:
         os.close(file)

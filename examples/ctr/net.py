@@ -17,17 +17,18 @@ FIELDS = {
     "hour": 24,
     "position": 10,
 }
-"""Categorical columns, and how many values each has."""
+"""Categorical columns, and the number of values in each."""
 NUMBERS = ("age", "price", "history")
 
 
 class ShardedTable(nn.Module):
-    """Rows of numbers, of which each worker holds an equal range, trained by Adagrad (Duchi et al. 2011).
+    """A table of numbers, trained with Adagrad (Duchi et al. 2011). Each worker holds an equal range of its rows.
 
-    Workers look up different ids, so all must call `forward` and `update` equally often, if need be with no ids. Both
-    send only the distinct rows that a worker asks for, to and from the worker that holds them.
+    Workers look up different ids, so all of them must call `forward` and `update` equally often, with no ids if
+    necessary. Each worker exchanges only the distinct rows that it asks for with the workers that hold them.
 
-    The rows are a `DTensor`, so that `Checkpointer` saves each worker's range, and loads it into any number of ranges.
+    The rows are a `DTensor`, so `Checkpointer` saves each worker's range and can restore the table to any number of
+    workers.
 
     Args:
         rows: Initial values [rows, columns], the same on all workers.
@@ -37,14 +38,14 @@ class ShardedTable(nn.Module):
     def __init__(self, rows: Tensor, mesh: DeviceMesh) -> None:
         super().__init__()
         size = mesh.size()
-        self._range = -(-len(rows) // size)  # as DTensor cuts
+        self._range = -(-len(rows) // size)  # the size of DTensor's shards
         self._begin = mesh.get_rank() * self._range
         self._counts = [0] * size, [0] * size
         for name, value in (("weight", rows), ("squares", torch.zeros_like(rows))):
             self.register_buffer(name, distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up rows: ids [...] to [..., columns]."""
+        """Return the rows [..., columns] of ids [...]."""
         distinct, where = ids.unique(return_inverse=True)  # sorted: the ids of a worker's range are together
         asked = torch.bincount(distinct // self._range, minlength=len(self._counts[0]))
         wanted = torch.empty_like(asked)
@@ -59,14 +60,14 @@ class ShardedTable(nn.Module):
         """Apply the sum of all workers' gradients to the rows that were looked up last."""
         assert self._rows.grad is not None
         grads = self._send(self._rows.grad, *self._counts)
-        rows, where = self._wanted.unique(return_inverse=True)  # several workers may have asked for a row
+        rows, where = self._wanted.unique(return_inverse=True)  # several workers may have asked for the same row
         grad = grads.new_zeros(len(rows), grads.shape[1]).index_add_(0, where, grads)
         weight, squares = self.weight.to_local(), self.squares.to_local()
         squares[rows] += grad.square()
         weight[rows] -= rate * grad / (squares[rows].sqrt() + 1e-10)
 
     def _send(self, parts: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send each worker its number of rows of `parts`; return what the others sent."""
+        """Send each worker its share of the rows in `parts`, and return what the others sent."""
         found = parts.new_empty(sum(received), *parts.shape[1:])
         dist.all_to_all_single(found, parts, received, sent)
         return found
@@ -80,7 +81,7 @@ class WideDeep(nn.Module):
         sizes = torch.tensor(list(FIELDS.values()))
         self.register_buffer("begins", sizes.cumsum(0) - sizes, persistent=False)
         self._total = int(sizes.sum())
-        rows = 0.01 * torch.randn(self._total, 1 + width)  # whole on each worker: draw a huge table in parts instead
+        rows = 0.01 * torch.randn(self._total, 1 + width)  # the whole table on each worker: draw a huge one in parts
         rows[:, 0] = 0
         self.table = ShardedTable(rows, mesh)
         self.deep = nn.Sequential(
@@ -90,14 +91,14 @@ class WideDeep(nn.Module):
 
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
         """Return logits [rows] for ids [rows, fields] and numbers [rows, numbers]."""
-        # A prime spreads each field over all workers: otherwise the one that holds the users would have the most work.
+        # The prime spreads each field over all workers. Otherwise the worker that holds the users would have most work.
         found = self.table((self.begins + ids) * 1_000_003 % self._total)
         wide = found[..., 0].sum(1)
         return wide + self.deep(torch.cat([found[..., 1:].flatten(1), numbers], 1)).squeeze(1)
 
 
 def area_under_curve(logits: Tensor, clicks: Tensor) -> float:
-    """Return the area under the ROC curve: how often a click has a higher logit than a row without (Mann-Whitney)."""
+    """Return the area under the ROC curve: how often a clicked row has a higher logit than another (Mann-Whitney)."""
     ranks, clicked = logits.argsort().argsort() + 1, clicks == 1
     count = int(clicked.sum())
     return (int(ranks[clicked].sum()) - count * (count + 1) / 2) / (count * (len(clicks) - count))

@@ -18,12 +18,12 @@ def main(rows: int) -> None:
     columns: dict[str, np.ndarray] = {}
     tastes = []
     for name, size in FIELDS.items():
-        # Few values are frequent and most are rare, in an order that says nothing.
+        # A few values are frequent and most are rare. An id says nothing about how frequent it is.
         ids = random.permutation(size)[(size * random.random(rows + tests) ** 4).astype(np.int64)]
         columns[name] = ids
         logits += 0.4 * random.normal(size=size)[ids]
         tastes.append(random.normal(size=(size, 3))[ids])
-    logits += 0.6 * (tastes[0] * tastes[1]).sum(1)  # a user likes some advertisements: the model's deep part finds it
+    logits += 0.6 * (tastes[0] * tastes[1]).sum(1)  # users like some advertisements: the deep part learns this
     for name in NUMBERS:
         columns[name] = random.normal(size=rows + tests).astype(np.float32)
         logits += 0.3 * columns[name]

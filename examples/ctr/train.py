@@ -29,7 +29,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     network = WideDeep(init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.Adagrad(network.deep.parameters(), lr=options.lr)
-    # `progress` is the master's before it handed out the present shard, of which `batches` are trained.
+    # `progress` is the master's progress before it handed out the current shard, of which `batches` are trained.
     state = State(model=network, optimizer=optimizer, step=-1, progress=None, batches=0)
     with Checkpointer(state) as checkpointer, MasterClient(options.job) as client:
         checkpointer.restore()
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def shards(client: MasterClient, state: State) -> Iterator[tuple[str, Any]]:
-    """Yield to every worker, from the state's position on, the shards that the first one gets from the master."""
+    """Yield, on every worker, the shards that the first worker gets from the master, from the state's position on."""
     first = dist.get_rank() == 0
     if first:
         client.restore_progress("data", state.progress)  # later shards are handed out again
@@ -79,7 +79,7 @@ def shards(client: MasterClient, state: State) -> Iterator[tuple[str, Any]]:
 
 
 def batches(table: Any, batch: int, begin: int = 0) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Cut a table into batches, from number `begin` on: their sizes, and this worker's part of their columns."""
+    """Yield the size of each batch of a table, from batch `begin` on, and this worker's part of its columns."""
     columns = [torch.tensor(np.stack([table[name] for name in names], 1)) for names in (FIELDS, NUMBERS, ["click"])]
     for parts in list(zip(*(column.split(batch) for column in columns), strict=True))[begin:]:
         ids, numbers, clicks = (part.tensor_split(dist.get_world_size())[dist.get_rank()] for part in parts)
@@ -87,7 +87,7 @@ def batches(table: Any, batch: int, begin: int = 0) -> Iterator[tuple[int, Tenso
 
 
 def evaluate(network: WideDeep, batch: int) -> tuple[float, int]:
-    """Return the area under the ROC curve and the rows of the test, whose parts all workers predict."""
+    """Return the area under the ROC curve and the number of test rows. Each worker predicts a part of them."""
     found = []
     with torch.no_grad():
         for _, ids, numbers, clicks in batches(pq.read_table("test.parquet"), batch):
@@ -107,7 +107,7 @@ def tell(text: str) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", default="clicks", help="the master's")
-    parser.add_argument("--batch", type=int, default=1024, help="of all workers together")
+    parser.add_argument("--batch", type=int, default=1024, help="rows per step, over all workers")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

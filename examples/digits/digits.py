@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Training and test images float32 [1, 8, 8] with their labels; the same split each time."""
+    """Return training and test images, float32 [1, 8, 8], with their labels. The split is the same each time."""
     pixels, labels = load_digits(return_X_y=True)
     images, targets = torch.tensor(pixels / 16).float().view(-1, 1, 8, 8), torch.tensor(labels)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -17,6 +17,6 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """Share of the images that the model gets right."""
+    """Return the share of the images that the model classifies correctly."""
     images, labels = data.tensors
     return float((model.eval()(images).argmax(dim=1) == labels).float().mean())

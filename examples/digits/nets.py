@@ -4,7 +4,7 @@ from torch import nn
 
 
 def teacher() -> nn.Module:
-    """Digits [rows, 1, 8, 8] to logits [rows, 10]; about 150,000 parameters."""
+    """Return a network from digits [rows, 1, 8, 8] to logits [rows, 10], with about 150,000 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.BatchNorm2d(32),
@@ -21,5 +21,5 @@ def teacher() -> nn.Module:
 
 
 def student() -> nn.Module:
-    """The same, with 4,810 parameters."""
+    """Return a network with the same inputs and outputs, and 4,810 parameters."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

@@ -1,4 +1,4 @@
-"""Trains the student on what the teachers say. Start, stop or kill teachers meanwhile: it does not matter."""
+"""Trains the student on the teachers' predictions. You can start, stop or kill teachers while it trains."""
 
 import argparse
 
@@ -11,8 +11,8 @@ from edl.distill.losses import DistillLoss
 from edl.distill.torch import distill
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--teachers", default="handwriting", help="a service, or host:port of teachers (%(default)s)")
-parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a file of yours)")
+parser.add_argument("--teachers", default="handwriting", help="a service, or the teachers' host:port (%(default)s)")
+parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a local file)")
 parser.add_argument("--epochs", type=int, default=30)
 options = parser.parse_args()
 

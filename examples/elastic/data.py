@@ -1,4 +1,4 @@
-"""Images by class, as one array that every worker maps and none has to load."""
+"""Images by class, in one array that every worker maps into memory instead of loading it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils.data import Dataset
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """The images of `FOLDER/PART/CLASS/*.jpg` (or .png), all of one size, or scikit-learn's digits for "digits".
+    """The images in `FOLDER/PART/CLASS/*.jpg` (or .png), all of one size, or scikit-learn's digits for "digits".
 
-    The first process that wants a folder decodes it, into two .npy files in ~/.cache/edl-examples (or $XDG_CACHE_HOME);
-    workers that start later, after a failure for instance, only map them.
+    The first process that uses a folder decodes its images into two .npy files in ~/.cache/edl-examples (or
+    $XDG_CACHE_HOME). Workers that start later, for instance after a failure, only map these files.
 
     Args:
-        source: the folder, or "digits".
+        source: The folder, or "digits".
         part: "train" or "test".
     """
 
@@ -31,7 +31,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """An image, float32 [3, height, width] around 0, and its class."""
+        """Return an image, float32 [3, height, width] centred on 0, and its class."""
         pixels = torch.from_numpy(self.images[index].astype(np.float32)).permute(2, 0, 1)
         return pixels / 127.5 - 1, torch.tensor(int(self.labels[index]))
 
@@ -49,8 +49,8 @@ def _digits(part: str) -> tuple[np.ndarray, np.ndarray]:
 def _folder(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     classes = sorted(path for path in (folder / part).glob("*") if path.is_dir())
     if not classes:
-        raise SystemExit(f"{folder / part} has no folder for each class: wanted are {folder / part}/CLASS/*.jpg")
-    # A file that was added or removed since shows in its folder's time.
+        raise SystemExit(f"{folder / part} has no folder for each class: expected {folder / part}/CLASS/*.jpg")
+    # Adding or removing a file changes the modification time of its folder.
     seen = [str(folder.resolve()), part, *(f"{path.name} {path.stat().st_mtime_ns}" for path in classes)]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edl-examples")
     cache.mkdir(parents=True, exist_ok=True)
@@ -69,4 +69,4 @@ def _decode(classes: list[Path], images: Path, labels: Path) -> None:
     for path, array in ((images, pixels), (labels, np.array([number for _, number in files]))):
         unfinished = path.with_suffix(f".{os.getpid()}.npy")
         np.save(unfinished, array)
-        unfinished.rename(path)  # others see the whole file or none
+        unfinished.rename(path)  # other processes see the whole file or none

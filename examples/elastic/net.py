@@ -1,4 +1,4 @@
-"""A small residual network (He et al. 2016), with group normalization: how a batch is split does not matter to it."""
+"""A small residual network (He et al. 2016) with group normalization, so it does not matter how a batch is split."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions and a skip connection around them."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 def resnet(classes: int, width: int = 16) -> nn.Module:
-    """Images float32 [rows, 3, height, width] to logits [rows, classes]."""
+    """Return a network from images, float32 [rows, 3, height, width], to logits [rows, classes]."""
     stages = [Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2)]
     ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes)]
     return nn.Sequential(nn.Conv2d(3, width, 3, 1, 1), *stages, *ends)

@@ -1,4 +1,4 @@
-"""Trains a ResNet under `edl run`, torchrun or alone; goes on where it was, with as many workers as there are."""
+"""Trains a ResNet under `edl run`, torchrun or alone. It resumes where it stopped, with any number of workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
         checkpointer.restore()
         model = DistributedDataParallel(network) if dist.is_initialized() else network
         trainer = ElasticTrainer(model, optimizer, sampler=sampler)
-        loader = DataLoader(train, batch_sampler=sampler, generator=torch.Generator())  # leaves torch's own alone
+        loader = DataLoader(train, batch_sampler=sampler, generator=torch.Generator())  # not torch's global one
         for epoch in sampler.epochs(options.epochs):
             begin, before = time.monotonic(), sampler.consumed
             for batch in loader:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def report(epoch: int, samples: int, seconds: float, network: nn.Module, test: Images) -> None:
-    """Test the network, each worker on its share of the images, and print one line an epoch on the first rank."""
+    """Test the network, each worker on its share of the images, and print the epoch's results on the first rank."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = DataLoader(Subset(test, range(rank, len(test), world)), batch_size=500)
     right = torch.zeros(1, dtype=torch.int64)
@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="digits", help="a folder with train/CLASS/*.jpg and test/CLASS/*.jpg")
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=64, help="of all workers together")
+    parser.add_argument("--batch", type=int, default=64, help="images per step, over all workers")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

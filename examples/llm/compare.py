@@ -1,6 +1,6 @@
-"""Trains students of all arms for each seed, one after the other; a file for each run.
+"""Trains students of all arms for each seed, one after the other, and writes a file for each run.
 
-Runs that have their file are not made again. `python report.py --runs runs` makes the table and the picture of them.
+A run whose file exists is skipped. `python report.py --runs runs` makes the table and the picture from the files.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("hard", "off-policy", "on-policy", "killed")
-"""Killed is on-policy, with what SCHEDULE says."""
+"""Killed is on-policy, with the faults in SCHEDULE."""
 SCHEDULE = (
     (0.30, "kill the second teacher"),
     (0.40, "start a teacher"),
     (0.80, "kill the first teacher"),
 )
-"""Faults of a killed run, by the share of the steps that are done. The last one is on the student's own text."""
+"""Faults of a killed run, by the share of steps completed. The last fault comes while the student learns from its own
+text."""
 START_S = 900.0
-"""vLLM takes half a minute on an idle machine, which this one may not be."""
+"""vLLM takes half a minute to start on an idle machine, and longer on a busy one."""
 
 
 class Teachers:
-    """A service: a model under `edl serve --hf`, and again under vLLM and a gateway, or under another `edl serve`."""
+    """A service of two teachers: one is `edl serve --hf`, the other vLLM behind a gateway or another `edl serve`."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
         self.environ = {"OMP_NUM_THREADS": "1"} | os.environ | {"EDL_DISCOVERY": f"sqlite:///{folder}/discovery.sqlite"}
         self.output = folder / "output"
-        self.first: list[subprocess.Popen[bytes]] = []  # each a list of processes that are killed together
+        self.first: list[subprocess.Popen[bytes]] = []  # one teacher's processes, killed together
         self.second: list[subprocess.Popen[bytes]] = []
         self.joined: list[subprocess.Popen[bytes]] = []
         self.ready: dict[int, Path] = {}
@@ -50,11 +51,11 @@ class Teachers:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # vLLM is several processes: they are killed as a group
+                start_new_session=True,  # vLLM runs several processes, which are killed as a group
             )
 
     def edl(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a teacher that is in discovery soon."""
+        """Start a teacher, which registers itself soon."""
         ready = self.folder / f"ready-{time.monotonic_ns()}"
         more = ["--model", "code", "--model-version", "r1", "--top-k", str(self.options.top_k), "--ttl", "5s"]
         process = self.start(
@@ -90,7 +91,7 @@ class Teachers:
         return [engine, gateway]
 
     def start_missing(self) -> None:
-        """Start what was killed, and stop what came in its place."""
+        """Restart the teachers that were killed, and stop their replacement."""
         stop(self.joined)
         for name, begin in (("first", self.serve), ("second", self.vllm if self.options.vllm else self.serve)):
             processes = getattr(self, name)
@@ -99,7 +100,7 @@ class Teachers:
                 setattr(self, name, begin())
 
     def wait(self) -> None:
-        """Wait until both teachers are ready: a student that has one of them only learns as well, but shows less."""
+        """Wait until both teachers are ready. With only one, a student learns equally well, but the run shows less."""
         deadline = time.monotonic() + START_S
         while not all(self.ready[processes[-1].pid].exists() for processes in (self.first, self.second)):
             is_dead = any(process.poll() is not None for process in (*self.first, *self.second))
@@ -108,11 +109,11 @@ class Teachers:
             time.sleep(0.1)
 
     def kinds(self) -> dict[str, str]:
-        """Return what answers at each endpoint of the service."""
+        """Return the kind of teacher at each endpoint of the service."""
         found = {}
         for processes in (self.first, self.second, self.joined):
             ready = self.ready[processes[-1].pid] if processes else None
-            if ready and ready.exists():  # one that joins may not be ready before the end
+            if ready and ready.exists():  # a teacher that joins may not be ready before the run ends
                 name = "vLLM" if self.options.vllm and processes is self.second else "edl serve --hf"
                 found[json.loads(ready.read_text())["endpoint"]] = name
         return found
@@ -122,7 +123,7 @@ class Teachers:
             case "kill the first teacher":
                 kill(self.first[0])
             case "kill the second teacher":
-                kill(self.second[0])  # vLLM, whose gateway finds that out; or `edl serve`
+                kill(self.second[0])  # vLLM, whose gateway notices the failure; or `edl serve`
             case "start a teacher":
                 self.joined = self.serve()
 
@@ -132,7 +133,7 @@ class Teachers:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a process and its children at once."""
+    """Send SIGKILL to a process and its children at once."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -146,7 +147,7 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def train(arm: str, seed: int, teachers: Teachers, options: argparse.Namespace) -> dict[str, Any]:
-    """Train a student, and return what came of it."""
+    """Train a student and return its results."""
     log, out = teachers.folder / "log", teachers.folder / "out"
     for path in (log, out):
         path.unlink(missing_ok=True)
@@ -177,7 +178,7 @@ def train(arm: str, seed: int, teachers: Teachers, options: argparse.Namespace) 
 
 
 def read(log: Path) -> list[dict[str, Any]]:
-    """Return what a student has written so far."""
+    """Return the entries that a student has logged so far."""
     text = log.read_text() if log.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -196,7 +197,7 @@ def main() -> None:
                 if path.exists():
                     continue
                 if options.arms != ["hard"]:
-                    teachers.start_missing()  # vLLM takes its time, in which the student without teachers trains
+                    teachers.start_missing()  # vLLM starts slowly: the student without teachers trains first
                 result = train(arm, seed, teachers, options)
                 draft = path.with_suffix(".unfinished")
                 draft.write_text(json.dumps(result))
@@ -209,16 +210,16 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--teacher", type=Path, default=Path("teacher"), help="folder by train_teacher.py (%(default)s)"
+        "--teacher", type=Path, default=Path("teacher"), help="folder that train_teacher.py wrote (%(default)s)"
     )
-    parser.add_argument("--vllm", default="", help="a Python that has vLLM: it serves the second teacher")
+    parser.add_argument("--vllm", default="", help="a Python with vLLM installed, which serves the second teacher")
     parser.add_argument("--vllm-options", default="--enforce-eager --max-model-len 256 --gpu-memory-utilization 0.1")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--top-k", type=int, default=16)
-    parser.add_argument("--student", default="", help="more options of train_student.py, in quotes")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs' files")
-    parser.add_argument("--limit-s", type=float, default=3600, help="a run that takes longer is broken off")
+    parser.add_argument("--student", default="", help="more options for train_student.py, in quotes")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the runs' files")
+    parser.add_argument("--limit-s", type=float, default=3600, help="stop a run that takes longer than this")
     return parser.parse_args()
 
 

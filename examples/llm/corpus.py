@@ -1,4 +1,4 @@
-"""The source of Python's standard library as token ids: files, a tokenizer, windows of files, and batches of these."""
+"""The source code of Python's standard library as token ids: files, a tokenizer, windows, and batches of windows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 WINDOW = 128
-"""Tokens of a window: a file is cut into these, and the last one is shorter."""
+"""Tokens per window. A file is cut into windows, of which the last may be shorter."""
 PADDING, END = "<padding>", "<end>"
-NOT_LEARNED = -100  # what transformers leaves out of its loss
+NOT_LEARNED = -100  # the label that the loss in transformers ignores
 
 
 def split_files(limit: int = 0) -> tuple[list[Path], list[Path]]:
-    """Return files to learn from, and every tenth of the library's modules, which no model sees.
+    """Return the files to learn from, and every tenth of the library's modules, which are held out from all models.
 
-    A limit is for trials: as many files of each, and of those held out the shortest.
+    For a quick trial, `limit` is the number of files in each list; the shortest ones are held out.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_sysconfigdata"))
@@ -30,7 +30,7 @@ def split_files(limit: int = 0) -> tuple[list[Path], list[Path]]:
 
 
 def train_tokenizer(files: Sequence[Path], size: int) -> Tokenizer:
-    """Find the pieces of words, at most `size`, that the files are made of."""
+    """Return a tokenizer trained on the files, with a vocabulary of at most `size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def train_tokenizer(files: Sequence[Path], size: int) -> Tokenizer:
 
 
 def windows(files: Sequence[Path], tokenizer: Tokenizer) -> list[torch.Tensor]:
-    """Cut files, each with an end behind it, into windows int64 [tokens]."""
+    """Cut the files, each followed by an end token, into windows int64 [tokens]."""
     end = tokenizer.token_to_id(END)
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
     tokens = [torch.tensor([*found.ids, end]) for found in tokenizer.encode_batch(texts)]
@@ -51,7 +51,7 @@ def windows(files: Sequence[Path], tokenizer: Tokenizer) -> list[torch.Tensor]:
 
 
 def collate(sequences: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make a batch of sequences of any lengths, each [sequences, longest]: 0 in the mask is what was filled up."""
+    """Pad sequences of any lengths to a batch of tensors [sequences, longest]. The mask is 0 where they are padded."""
     ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, NOT_LEARNED)}

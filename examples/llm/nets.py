@@ -1,4 +1,4 @@
-"""The teacher and the student: small Llamas, which transformers and vLLM load, and how good such a model is."""
+"""The teacher and the student, two small Llamas that transformers and vLLM can load, and functions to measure them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SIZES = {
 
 
 def build(size: str, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Make a Llama with random weights."""
+    """Return a Llama with random weights."""
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         **SIZES[size],
-        head_dim=32,  # the smallest that vLLM has
+        head_dim=32,  # the smallest that vLLM supports
         max_position_embeddings=2 * WINDOW,
         pad_token_id=0,
         bos_token_id=None,
@@ -32,7 +32,7 @@ def build(size: str, tokenizer: Tokenizer) -> PreTrainedModel:
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, windows: Sequence[torch.Tensor]) -> float:
-    """Return e to the power of the mean cross-entropy of a token, given those before it in its window."""
+    """Return e to the power of the mean cross-entropy of a token, given the tokens before it in its window."""
     model.eval()
     total, tokens = 0.0, 0
     for start in range(0, len(windows), 16):
@@ -46,7 +46,7 @@ def perplexity(model: PreTrainedModel, windows: Sequence[torch.Tensor]) -> float
 
 @torch.no_grad()
 def generate(model: PreTrainedModel, prompts: torch.Tensor, length: int) -> list[torch.Tensor]:
-    """Have a model go on from prompts [rows, tokens] with at most `length` tokens, drawn from what it says itself."""
+    """Return prompts [rows, tokens] continued by at most `length` tokens, sampled from the model's own predictions."""
     model.eval()
     found = model.generate(
         input_ids=prompts,
@@ -66,7 +66,7 @@ def generate(model: PreTrainedModel, prompts: torch.Tensor, length: int) -> list
 def divergence_on_own_text(
     student: PreTrainedModel, teacher: PreTrainedModel, prompts: torch.Tensor, length: int
 ) -> float:
-    """Return the mean KL(student || teacher) of a token that the student wrote: how far it strays, in nats."""
+    """Return the mean KL(student || teacher), in nats, over the tokens that the student wrote."""
     sequences = generate(student, prompts, length)
     batch = collate(sequences)
     student_says, teacher_says = (
@@ -78,7 +78,7 @@ def divergence_on_own_text(
 
 
 def written(batch: dict[str, torch.Tensor], prompt: int) -> torch.Tensor:
-    """Return which rows predict a token behind the prompt, bool [sequences, length]: row t predicts token t + 1."""
+    """Return which rows predict a token after the prompt, bool [sequences, length]. Row t predicts token t + 1."""
     mask = torch.zeros_like(batch["attention_mask"], dtype=torch.bool)
     mask[:, prompt - 1 : -1] = batch["attention_mask"][:, prompt:] == 1
     return mask

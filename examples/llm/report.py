@@ -1,4 +1,4 @@
-"""Makes the table and the picture of README.md from the runs' files, or from runs.json, which holds them together."""
+"""Makes the table and the picture in README.md from the runs' files, or from runs.json, which combines these files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ BEGIN, END = "<!-- table by report.py -->\n", "<!-- end of table -->"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=Path, help="folder of compare.py's files; without it runs.json is read")
-    parser.add_argument("--teacher", type=Path, default=Path("teacher"), help="its folder; goes with --runs")
-    parser.add_argument("--folder", type=Path, default=HERE, help="where README.md, runs.json and students.png are")
+    parser.add_argument("--runs", type=Path, help="folder of compare.py's files (default: read runs.json)")
+    parser.add_argument("--teacher", type=Path, default=Path("teacher"), help="folder of the teacher; used with --runs")
+    parser.add_argument("--folder", type=Path, default=HERE, help="folder with README.md, runs.json and students.png")
     options = parser.parse_args()
     collected = options.folder / "runs.json"
     if options.runs:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def shorten(run: dict[str, Any]) -> dict[str, Any]:
-    """A run with times that count from its first line, and only as many digits as mean something."""
+    """Return a run with times relative to its first line, rounded to meaningful digits."""
     begin = run["lines"][0]["time"]
     for entry in [run, *run["lines"], *run["events"]]:
         if "time" in entry:
@@ -56,7 +56,7 @@ def shorten(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The tables in Markdown: mean and standard deviation of each arm, and what is gained, seed by seed."""
+    """Return the Markdown tables: each arm's mean and standard deviation, and the differences seed by seed."""
     by_arm, teacher = arms(results["runs"]), results["teacher"]
     columns = ("student", "seeds", "perplexity", "nats from the teacher", "labelled by vLLM", "tokens sent again")
     rows = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
@@ -112,7 +112,7 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def difference(by_arm: dict[str, list[dict[str, Any]]], arm: str, other: str, measure: str, digits: int) -> str:
-    """How much larger a measure is in one arm than in another, of the seeds that both have."""
+    """Return how much larger a measure is in one arm than in another, over the seeds that both arms have."""
     of_arm, of_other = ({run["seed"]: run[measure] for run in by_arm.get(name, [])} for name in (arm, other))
     values = [of_arm[seed] - of_other[seed] for seed in sorted(of_arm.keys() & of_other.keys())]
     if not values:
@@ -121,25 +121,25 @@ def difference(by_arm: dict[str, list[dict[str, Any]]], arm: str, other: str, me
 
 
 def phases(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The last line of each phase: counters begin anew where the student begins to write itself."""
+    """Return the last line of each phase. Counters restart when the student begins to write its own text."""
     lines = run["lines"]
     return [now for now, later in pairwise(lines) if later["tokens"] < now["tokens"]] + lines[-1:]
 
 
 def sent_again(run: dict[str, Any]) -> int:
-    """Tokens sent twice, because a request failed or was late."""
+    """Return the number of tokens sent again because a request failed or was late."""
     return sum(line["resent"] + line["hedged"] for line in phases(run))
 
 
 def share_of_vllm(run: dict[str, Any]) -> float:
-    """The share of the tokens whose labels vLLM made."""
+    """Return the share of the tokens that vLLM labelled."""
     answered = [entry for line in phases(run) for entry in line["answered"].items()]
     total = sum(tokens for _, tokens in answered)
     return sum(tokens for endpoint, tokens in answered if run["teachers"].get(endpoint) == "vLLM") / total
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Both measures of all runs, and beneath them the teachers that were live in a killed one, with what happened."""
+    """Draw both measures of all runs, and below them the live teachers in a killed run, with its events."""
     import matplotlib
 
     matplotlib.use("Agg")

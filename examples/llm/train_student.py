@@ -1,4 +1,4 @@
-"""Trains a student: on the files alone (hard), on what teachers say of them, or also on what it writes itself."""
+"""Trains a student on the files alone (hard), on the teachers' labels for them, or also on text that it writes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from edl.distill.torch import distill
 
 Item = TypeVar("Item")
 Losses = Iterator[tuple[torch.Tensor, Callable[[], ReaderStats] | None]]
-"""The loss of each step, and where the labels' statistics are."""
+"""The loss of each step, and a function that returns the reader's statistics, if there is one."""
 PROMPT = 16
-"""Tokens of a file from which the student goes on by itself."""
-WAIT = Options(teacher_timeout_s=300)  # for a teacher, where all are gone
+"""Tokens from a file that the student continues."""
+WAIT = Options(teacher_timeout_s=300)  # while no teacher is live
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
     torch.manual_seed(options.seed)
     prompts = torch.stack([window[:PROMPT] for window in test if len(window) >= PROMPT])
-    prompts = prompts[:: -(-len(prompts) // 128)]  # some of all files
+    prompts = prompts[:: -(-len(prompts) // 128)]  # samples of all files
     teacher = AutoModelForCausalLM.from_pretrained(options.teacher)
     facts = {
         "arm": options.arm,
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def losses(options: argparse.Namespace, model: PreTrainedModel, loader: DataLoader) -> Losses:
-    """Yield a loss for each step, made when it is asked for."""
+    """Yield a loss for each step, computed on demand."""
     own = round(options.steps * options.own_share) if options.arm == "on-policy" else 0
     if options.arm == "hard":
         yield from hard(model, itertools.islice(endless(loader), options.steps))
@@ -89,7 +89,7 @@ def hard(model: PreTrainedModel, batches: Iterable[dict]) -> Losses:
 
 
 def off_policy(options: argparse.Namespace, model: PreTrainedModel, loader: DataLoader, steps: int) -> Losses:
-    """Teachers read the student's files: forward KL over the likeliest tokens and the rest, and some cross-entropy."""
+    """Yield losses on labelled files: forward KL over the likeliest tokens and the rest, plus cross-entropy."""
     labelled = distill(
         loader,
         options.teachers,
@@ -110,7 +110,7 @@ def off_policy(options: argparse.Namespace, model: PreTrainedModel, loader: Data
 
 
 def of_own_text(options: argparse.Namespace, model: PreTrainedModel, loader: DataLoader, steps: int) -> Losses:
-    """The student writes, the teachers score what it wrote."""
+    """Yield losses on text that the student writes and the teachers score."""
     prompts = itertools.islice(prompts_of(endless(loader)), steps)
     scorer = Scorer(
         options.teachers,
@@ -126,13 +126,13 @@ def of_own_text(options: argparse.Namespace, model: PreTrainedModel, loader: Dat
             batch = collate(sequences)
             mask = batch["attention_mask"].bool()
             logits = model.train()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-            of_tokens = TopK.concatenate(labels)  # a row a token, as logits[mask] has them
+            of_tokens = TopK.concatenate(labels)  # one row per token, like logits[mask]
             learned = written(batch, PROMPT)[mask]
             yield token_loss(logits[mask], of_tokens, mask=learned, beta=options.beta), scorer.stats
 
 
 def prompts_of(batches: Iterable[dict]) -> Iterator[torch.Tensor]:
-    """Yield the beginnings of windows, int64 [rows, PROMPT]; short windows are left out."""
+    """Yield the beginnings of windows, int64 [rows, PROMPT]. Short windows are skipped."""
     for batch in batches:
         long_enough = batch["attention_mask"].sum(1) >= PROMPT
         if long_enough.any():
@@ -144,7 +144,7 @@ def endless(loader: Iterable[Item]) -> Iterator[Item]:
 
 
 class Journal:
-    """Lines of JSON, every ten steps."""
+    """Writes a line of JSON every ten steps."""
 
     def __init__(self, path: Path | None, steps: int) -> None:
         self.path, self.steps = path, steps
@@ -167,22 +167,22 @@ class Journal:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arm", choices=("hard", "off-policy", "on-policy"), default="hard", help="(%(default)s)")
-    parser.add_argument("--teachers", help="their service, or host:port; not for --arm hard")
-    parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a file of yours)")
-    parser.add_argument("--teacher", default="teacher", help="folder by train_teacher.py (%(default)s)")
-    parser.add_argument("--files", type=int, default=8, help="that the student has (%(default)s)")
+    parser.add_argument("--teachers", help="the teachers' service, or host:port; not with --arm hard")
+    parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a local file)")
+    parser.add_argument("--teacher", default="teacher", help="folder that train_teacher.py wrote (%(default)s)")
+    parser.add_argument("--files", type=int, default=8, help="number of files to train on (%(default)s)")
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--batch", type=int, default=8, help="windows of a step")
+    parser.add_argument("--batch", type=int, default=8, help="windows per step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--top-k", type=int, default=16)
-    parser.add_argument("--hard-weight", type=float, default=0.3, help="share of the files' own tokens (%(default)s)")
-    parser.add_argument("--own-share", type=float, default=0.3, help="of the steps, on its own text (%(default)s)")
-    parser.add_argument("--beta", type=float, default=1.0, help="of the loss on its own text (%(default)s)")
-    parser.add_argument("--completion", type=int, default=48, help="tokens that the student writes (%(default)s)")
+    parser.add_argument("--hard-weight", type=float, default=0.3, help="weight of the true tokens (%(default)s)")
+    parser.add_argument("--own-share", type=float, default=0.3, help="share of steps on its own text (%(default)s)")
+    parser.add_argument("--beta", type=float, default=1.0, help="beta of the loss on its own text (%(default)s)")
+    parser.add_argument("--completion", type=int, default=48, help="tokens that it writes per prompt (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-files", type=int, default=0, help="as the teacher's")
-    parser.add_argument("--log", type=Path, help="append the course of the training to this file")
-    parser.add_argument("--out", type=Path, help="write what came of it to this file")
+    parser.add_argument("--limit-files", type=int, default=0, help="the teacher's --limit-files")
+    parser.add_argument("--log", type=Path, help="append progress to this file")
+    parser.add_argument("--out", type=Path, help="write the results to this file")
     options = parser.parse_args()
     if (options.arm == "hard") == bool(options.teachers):
         parser.error("--teachers goes with --arm off-policy and on-policy")

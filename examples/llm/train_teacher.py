@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=1)
-parser.add_argument("--batch", type=int, default=16, help="windows of a step")
+parser.add_argument("--batch", type=int, default=16, help="windows per step")
 parser.add_argument("--lr", type=float, default=3e-3)
 parser.add_argument("--vocabulary", type=int, default=1024)
-parser.add_argument("--limit-files", type=int, default=0, help="use so many files only (default: all)")
+parser.add_argument("--limit-files", type=int, default=0, help="number of files to use (default: all)")
 parser.add_argument("--out", type=Path, default=Path("teacher"), help="(%(default)s)")
 options = parser.parse_args()
 

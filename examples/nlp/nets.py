@@ -1,11 +1,11 @@
-"""Two students in PyTorch: a CNN, and an LSTM. Both take ids int64 [rows, length], 0 behind short texts."""
+"""Two students in PyTorch, a CNN and an LSTM. Both take ids int64 [rows, length], padded with 0."""
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 class CNN(nn.Module):
-    """Windows of three words, and the largest of each feature over the text."""
+    """A convolution over three words, and the maximum of each feature over the text."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class CNN(nn.Module):
 
 
 class LSTM(nn.Module):
-    """One layer, and the largest of each feature over the text."""
+    """One LSTM layer, and the maximum of each feature over the text."""
 
     def __init__(self, words: int) -> None:
         super().__init__()

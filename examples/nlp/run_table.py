@@ -1,6 +1,6 @@
-"""Trains a teacher and all its students for each seed, one after the other; results go to results.jsonl.
+"""Trains a teacher and all its students for each seed, one after the other, and writes results to results.jsonl.
 
-Stopped or killed, it goes on where it was.
+If it is stopped or killed, it continues where it was when you run it again.
 """
 
 import argparse
@@ -24,9 +24,9 @@ parser.add_argument("--data", help="folder with train.tsv, dev.tsv and test.tsv 
 parser.add_argument("--labelled", default="500")
 parser.add_argument("--unlabelled", default="3000")
 parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-parser.add_argument("--steps", default="400", help="of each student")
-parser.add_argument("--epochs", default="5", help="of the teacher")
-parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of teachers and registry (%(default)s)")
+parser.add_argument("--steps", default="400", help="steps of each student")
+parser.add_argument("--epochs", default="5", help="epochs of the teacher")
+parser.add_argument("--work", type=Path, default=Path("runs"), help="folder for teachers and registry (%(default)s)")
 parser.add_argument("--results", type=Path, default=Path("results.jsonl"))
 options = parser.parse_args()
 options.work.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ def is_done(**run: object) -> bool:
 
 @contextlib.contextmanager
 def two_teachers(folder: str, service: str) -> Iterator[None]:
-    """Serve a folder twice, until the block ends."""
+    """Serve a folder with two teachers until the block ends."""
     command = [sys.executable, "-m", "edl", "serve", "--hf", folder, "--task", "sequence-classification"]
     command += ["--model", service, "--store", registry_url]
     log_path = options.work / f"{service}.log"

@@ -1,4 +1,4 @@
-"""Makes the table of README.md (printed) and accuracy.png out of the results of run_table.py."""
+"""Prints the table in README.md, and draws accuracy.png, from the results of run_table.py."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ results = [json.loads(line) for line in options.results.read_text().splitlines()
 
 
 def of(model: str, **arm: bool) -> dict[int, float]:
-    """Per cent right on the test texts, by seed."""
+    """Return the accuracy on the test texts, in per cent, by seed."""
     wanted = {"model": model, **arm}
     return {result["seed"]: 100 * result["test"] for result in results if wanted.items() <= result.items()}
 
@@ -36,7 +36,7 @@ def shown(values: list[float]) -> str:
 
 
 cells = {(net, arm): of(net, taught=taught, more_text=more) for net in NETS for arm, (taught, more) in enumerate(ARMS)}
-seeds = set(of("teacher")).intersection(*cells.values())  # those of which every student is there
+seeds = set(of("teacher")).intersection(*cells.values())  # seeds with results of all students
 if not seeds:
     raise SystemExit("no seed is complete")
 cells = {key: {seed: values[seed] for seed in sorted(seeds)} for key, values in cells.items()}
@@ -44,7 +44,7 @@ teacher = [of("teacher")[seed] for seed in sorted(seeds)]
 
 
 def difference(net: str, arm: int, other: int) -> str:
-    """How much better one arm is than another, seed by seed."""
+    """Return how much better one arm is than another, seed by seed."""
     values = [cells[net, arm][seed] - cells[net, other][seed] for seed in sorted(seeds)]
     return f"{mean(values):+.1f} ({min(values):+.1f} to {max(values):+.1f})"
 
@@ -74,7 +74,7 @@ for arm, (name, color) in enumerate(zip(ARMS.values(), ("#b8bec7", "#7d8794", "#
         axes.plot([place] * len(of_net), of_net, ".", color="black", markersize=4)
 axes.axhline(mean(teacher), color="#c0392b", linestyle="--", linewidth=1, label="teacher")
 axes.set_xticks(range(len(NETS)), NETS.values())
-axes.set_ylim(50, None)  # what guessing gets right
+axes.set_ylim(50, None)  # the accuracy of guessing
 axes.set_ylabel(f"% right on the test texts; dots: {len(seeds)} seeds")
 figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
 figure.savefig(options.picture, dpi=120)

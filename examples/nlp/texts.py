@@ -1,4 +1,4 @@
-"""Short texts with a sentiment: reading them, who may see which labels, and batches of token ids."""
+"""Reads short texts with a sentiment, decides which model sees which labels, and makes batches of token ids."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from tokenizers import BertWordPieceTokenizer, Tokenizer
 
 LONGEST = 64
-"""Tokens of a text; what is behind them is cut off."""
+"""Most tokens per text. Longer texts are cut off."""
 NO_LABEL = -100
-"""What losses leave out."""
+"""The label that losses ignore."""
 NAMES = ("train", "dev", "test")
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text, with 1 for a good opinion and 0 for a bad one. `number` is its line in the file."""
+    """A text, labelled 1 for a good opinion and 0 for a bad one. `number` is its line in the file."""
 
     number: int
     words: str
@@ -28,10 +28,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Parts:
-    """Texts by who knows their labels.
+    """Texts, grouped by which model sees their labels.
 
-    The students have those of `labelled`. The teacher has those of `labelled` and of `teachers_own`, which no student
-    sees. Nobody has those of `unlabelled`. `dev` says when to stop, `test` how good a model is.
+    Students see the labels of `labelled`. The teacher sees those of `labelled` and of `teachers_own`, which no student
+    sees. No model sees those of `unlabelled`. `dev` chooses the best step, `test` measures a model.
     """
 
     labelled: list[Text]
@@ -42,7 +42,7 @@ class Parts:
 
 
 def load(folder: str | None, labelled: int, unlabelled: int, seed: int) -> Parts:
-    """Read train.tsv, dev.tsv and test.tsv (a text, a tab, 0 or 1), and draw who knows which labels."""
+    """Read train.tsv, dev.tsv and test.tsv (a text, a tab, 0 or 1), and draw which model sees which labels."""
     train, dev, test = (_read(Path(folder) / f"{name}.tsv") if folder else _made_up(name) for name in NAMES)
     if labelled + unlabelled >= len(train):
         raise SystemExit(f"{len(train)} texts: too few for {labelled} with labels and {unlabelled} without")
@@ -53,15 +53,15 @@ def load(folder: str | None, labelled: int, unlabelled: int, seed: int) -> Parts
 
 
 def train_tokenizer(texts: list[Text], words: int) -> Tokenizer:
-    """Find the pieces of words that the texts are made of."""
+    """Return a tokenizer trained on the texts."""
     pieces = BertWordPieceTokenizer()
     pieces.train_from_iterator([text.words for text in texts], vocab_size=words, show_progress=False)
-    wrapped = BertWordPieceTokenizer(pieces.get_vocab())  # now that it has [CLS] and [SEP], it puts them around texts
+    wrapped = BertWordPieceTokenizer(pieces.get_vocab())  # its vocabulary has [CLS] and [SEP], so it adds them to texts
     return Tokenizer.from_str(wrapped.to_str())
 
 
 class Encoded:
-    """Texts as token ids: a data set for the loaders of PyTorch and PaddlePaddle."""
+    """Texts as token ids, a data set for PyTorch's and PaddlePaddle's loaders."""
 
     def __init__(self, texts: list[Text], tokenizer: Tokenizer) -> None:
         self._texts = texts
@@ -76,7 +76,7 @@ class Encoded:
 
 
 def collate(samples: list[tuple[Text, np.ndarray]]) -> dict[str, Any]:
-    """Make a batch: ids int64 [rows, longest] with 0 behind short texts for the student, bytes for its teachers."""
+    """Make a batch: ids int64 [rows, longest] for the student, padded with 0, and bytes for its teachers."""
     texts, ids = zip(*samples, strict=True)
     padded = np.zeros((len(ids), max(map(len, ids))), np.int64)
     for row, of_text in zip(padded, ids, strict=True):
@@ -84,7 +84,7 @@ def collate(samples: list[tuple[Text, np.ndarray]]) -> dict[str, Any]:
     return {
         "ids": padded,
         "labels": np.array([text.label for text in texts]),
-        "text": [of_text.astype("<i4").tobytes() for of_text in ids],  # as `edl serve --hf` takes a text
+        "text": [of_text.astype("<i4").tobytes() for of_text in ids],  # the format that `edl serve --hf` takes
         "number": [text.number for text in texts],
     }
 
@@ -101,12 +101,12 @@ def _read(path: Path) -> list[Text]:
 def _cells(line: str, path: Path, number: int) -> tuple[str, int]:
     words, _, label = line.rpartition("\t")
     if label not in ("0", "1"):
-        raise SystemExit(f"{path}, line {number + 1}: a text, a tab, and 0 or 1 are wanted, not {line!r}")
+        raise SystemExit(f"{path}, line {number + 1}: expected a text, a tab, and 0 or 1, got {line!r}")
     return words, int(label)
 
 
 def _made_up(name: str) -> list[Text]:
-    """Sentences to try the programs with, where no folder is named: some opinions are turned round by "not"."""
+    """Return made-up sentences, for trials without a folder. In some of them, "not" reverses the opinion."""
     draw = random.Random(name)
     texts = []
     for number in range(3000 if name == "train" else 300):

@@ -1,4 +1,4 @@
-"""Trains a student: with or without teachers, with or without the texts that nobody has labelled."""
+"""Trains a student, with or without teachers, and with or without the unlabelled texts."""
 
 import copy
 import itertools
@@ -35,12 +35,12 @@ def endless(loader: Iterable[Item]) -> Iterator[Item]:
 
 
 def train(model: nn.Module, labelled: Iterable[tuple[dict, torch.Tensor | None]]) -> float:
-    """Train on batches with soft labels, or None; go back to what was best on the development texts, and return it."""
+    """Train on batches with soft labels or None, restore the weights that were best on `dev`, return their accuracy."""
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     best, weights = 0.0, {}
     for step, (batch, soft) in enumerate(itertools.islice(labelled, options.steps), 1):
         logits, labels = model.train()(torch.from_numpy(batch["ids"])), torch.from_numpy(batch["labels"])
-        loss = loss_of(logits, soft, labels)  # without soft labels it is the cross-entropy
+        loss = loss_of(logits, soft, labels)  # the cross-entropy if there are no soft labels
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -56,7 +56,7 @@ def predict(model: nn.Module, batch: dict) -> torch.Tensor:
 
 
 def accuracy(model: nn.Module, data: texts.Encoded) -> float:
-    """Share of the texts that the model gets right."""
+    """Return the share of the texts that the model classifies correctly."""
     of_batches = DataLoader(data, batch_size=256, collate_fn=texts.collate)
     right = sum(int((predict(model, batch).argmax(1).numpy() == batch["labels"]).sum()) for batch in of_batches)
     return right / len(data)
@@ -84,7 +84,7 @@ if options.teachers:
         asked = taught.stats().rows_asked
 else:
     on_dev = train(model, ((batch, None) for batch in endless(batches(parts.labelled))))
-    if options.more_text:  # no teacher but itself: what it has learned labels the texts for another of its kind
+    if options.more_text:  # without a teacher, the student labels the texts for a new student
         before, model = model, new_student()
         on_dev = train(model, ((batch, predict(before, batch)) for batch in endless(source)))
 settings.keep_student(options, on_dev, accuracy(model, test), asked)

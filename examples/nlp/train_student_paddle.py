@@ -1,4 +1,4 @@
-"""The same with PaddlePaddle: a student with or without teachers, with or without texts that nobody has labelled."""
+"""Trains a student in PaddlePaddle, with or without teachers, and with or without the unlabelled texts."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ def endless(loader: Iterable[Item]) -> Iterator[Item]:
 
 
 def train(model: paddle.nn.Layer, labelled: Iterable[tuple[dict, paddle.Tensor | None]]) -> float:
-    """Train on batches with soft labels, or None; go back to what was best on the development texts, and return it."""
+    """Train on batches with soft labels or None, restore the weights that were best on `dev`, return their accuracy."""
     optimizer = paddle.optimizer.Adam(2e-3, parameters=model.parameters())
     best, weights = 0.0, {}
     for step, (batch, soft) in enumerate(itertools.islice(labelled, options.steps), 1):
@@ -53,7 +53,7 @@ def predict(model: paddle.nn.Layer, batch: dict) -> paddle.Tensor:
 
 
 def accuracy(model: paddle.nn.Layer, data: texts.Encoded) -> float:
-    """Share of the texts that the model gets right."""
+    """Return the share of the texts that the model classifies correctly."""
     of_batches = paddle.io.DataLoader(data, batch_size=256, collate_fn=texts.collate)
     right = sum(int((predict(model, batch).argmax(1) == batch["labels"]).sum()) for batch in of_batches)
     return right / len(data)
@@ -81,7 +81,7 @@ if options.teachers:
         asked = taught.stats().rows_asked
 else:
     on_dev = train(model, ((batch, None) for batch in endless(batches(parts.labelled))))
-    if options.more_text:  # no teacher but itself: what it has learned labels the texts for another of its kind
+    if options.more_text:  # without a teacher, the student labels the texts for a new student
         before, model = model, new_student()
         on_dev = train(model, ((batch, predict(before, batch)) for batch in endless(source)))
 settings.keep_student(options, on_dev, accuracy(model, test), asked)

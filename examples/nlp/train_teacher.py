@@ -1,4 +1,4 @@
-"""Trains a small BERT from scratch on all labels that there are, and writes it with its tokenizer."""
+"""Trains a small BERT from scratch on all labels, and writes it and its tokenizer."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 parser = settings.parser_of(__doc__)
-parser.add_argument("--words", type=int, default=8000, help="size of the vocabulary, at most (%(default)s)")
+parser.add_argument("--words", type=int, default=8000, help="largest size of the vocabulary (%(default)s)")
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--out", default="teacher")
 options = parser.parse_args()
@@ -40,7 +40,7 @@ def logits_of(batch: dict) -> torch.Tensor:
 
 @torch.no_grad()
 def accuracy(data: texts.Encoded) -> float:
-    """Share of the texts that the model gets right."""
+    """Return the share of the texts that the model classifies correctly."""
     model.eval()
     right = 0
     for batch in DataLoader(data, batch_size=256, collate_fn=texts.collate):

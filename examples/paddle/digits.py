@@ -20,7 +20,7 @@ class Digits(paddle.io.Dataset):
 
 
 def load() -> tuple[Digits, Digits]:
-    """Training and test data; the same split each time."""
+    """Return the training and test data. The split is the same each time."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels / 16).astype(np.float32)
     order = np.random.default_rng(0).permutation(len(images))
@@ -30,6 +30,6 @@ def load() -> tuple[Digits, Digits]:
 
 @paddle.no_grad()
 def accuracy(model: paddle.nn.Layer, data: Digits) -> float:
-    """Share of the images that the model gets right."""
+    """Return the share of the images that the model classifies correctly."""
     model.eval()
     return float((model(paddle.to_tensor(data.images)).argmax(axis=1).numpy() == data.labels).mean())

@@ -1,4 +1,4 @@
-"""Trains the student on what the teachers say, with as many trainers as there are at the moment."""
+"""Trains the student on the teachers' predictions, with however many trainers are running."""
 
 import argparse
 import time
@@ -13,13 +13,13 @@ from edl.distill.paddle import distill
 from edl.distill.paddle_losses import kl_divergence
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--teachers", default="digits", help="a service, or host:port of teachers (default: digits)")
-parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a file of yours)")
+parser.add_argument("--teachers", default="digits", help="a service, or the teachers' host:port (default: digits)")
+parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a local file)")
 parser.add_argument("--epochs", type=int, default=40)
-parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step, to have time to watch")
+parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step, so that you can watch")
 options = parser.parse_args()
 
-init_parallel_env()  # as paddle.distributed.init_parallel_env
+init_parallel_env()  # like paddle.distributed.init_parallel_env
 world = paddle.distributed.get_world_size()
 first = paddle.distributed.get_rank() == 0
 
@@ -31,7 +31,7 @@ sampler = ElasticSampler(len(train), global_batch=64, seed=0)
 
 state = PaddleState(model=model, optimizer=optimizer, sampler=sampler, step=-1)
 checkpointer = Checkpointer(state)
-checkpointer.restore()  # where training was left, -1 at the beginning
+checkpointer.restore()  # the step where training stopped, -1 at the beginning
 if first:
     print(f"{world} trainers go on after step {state.step} in epoch {sampler.epoch + 1}", flush=True)
 

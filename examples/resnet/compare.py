@@ -1,8 +1,9 @@
-"""Trains students on labels alone, distilled, and distilled while teachers and a node are killed; a file for each run.
+"""Trains students on labels alone, distilled, and distilled while teachers and a node are killed.
 
-Also how quick a student is that has half of the cores for itself, alone and while teachers have the other half.
+It also measures the speed of a student on half of the cores, alone and while teachers use the other half.
 
-Runs that have their file are not made again. `python report.py` makes the table and the picture of the files.
+It writes a file for each run, and skips runs whose file exists. `python report.py` makes the table and the picture
+from the files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 EDL = [sys.executable, "-m", "edl"]
 ARMS = ("hard", "distilled", "killed")
 SPEEDS = ("alone", "remote")
-# What happens in a killed run, by the share of the steps that are done.
+# What happens in a killed run, by the share of steps completed.
 SCHEDULE = (
     (0.10, "kill a teacher"),
     (0.20, "start a teacher"),
@@ -36,7 +37,7 @@ SCHEDULE = (
 
 
 class Run:
-    """The processes of a run: nodes of the student under `edl run`, and teachers under `edl serve`."""
+    """The processes of a run: the student's nodes under `edl run`, and the teachers under `edl serve`."""
 
     def __init__(self, folder: Path, options: argparse.Namespace, student: list[str]) -> None:
         self.log, self.output = folder / "log", folder / "output"
@@ -55,10 +56,10 @@ class Run:
         self.cores: dict[str, list[int]] = {}
 
     def part_cores(self) -> None:
-        """Give student and teachers half of the cores each, as if they were on two machines."""
+        """Give the student and the teachers half of the cores each, as if they were on two machines."""
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) == 1:
-            raise SystemExit("one core cannot be parted: leave `alone` and `remote` out of --arms")
+            raise SystemExit("a single core cannot be divided: leave `alone` and `remote` out of --arms")
         half = len(cores) // 2
         self.cores = {"run": cores[:half], "serve": cores[half:]}
 
@@ -87,14 +88,14 @@ class Run:
         self.events.append({"time": time.time(), "action": action})
 
     def read_lines(self) -> list[dict[str, Any]]:
-        """What the student has written so far."""
+        """Return the lines that the student has logged so far."""
         text = self.log.read_text() if self.log.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def follow(self, schedule: tuple[tuple[float, str], ...], limit_s: float) -> list[dict[str, Any]]:
-        """Wait for the student, and do what the schedule says when it is so far."""
+        """Wait for the student, and carry out each scheduled action when the student has reached its step."""
         due, deadline = list(schedule), time.monotonic() + limit_s
-        while self.nodes[0].poll() is None:  # the other one, should it come late, finds that the job has ended
+        while self.nodes[0].poll() is None:  # if the other node is late, it finds that the job has ended
             lines = self.read_lines()
             done = lines[-1]["step"] / lines[-1]["of"] if lines else 0.0
             while due and done >= due[0][0]:
@@ -113,7 +114,7 @@ class Run:
 
 
 def train(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Train a student, and return what came of it."""
+    """Train a student and return its results."""
     data = options.data if options.data == "digits" else str(Path(options.data).resolve())
     epochs = min(options.epochs, 3) if arm in SPEEDS else options.epochs
     student = ["--data", data, "--images", str(options.images), "--epochs", str(epochs)]
@@ -154,18 +155,18 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", default="digits", help="a folder, or digits")
-    parser.add_argument("--teacher", type=Path, default=Path("teacher.pt"), help="weights by train_teacher.py")
+    parser.add_argument("--data", default="digits", help='a folder, or "digits"')
+    parser.add_argument("--teacher", type=Path, default=Path("teacher.pt"), help="weights that train_teacher.py wrote")
     parser.add_argument("--arms", nargs="+", default=[*ARMS, *SPEEDS], choices=[*ARMS, *SPEEDS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--images", type=int, default=0, help="students train on so many (default: all)")
+    parser.add_argument("--images", type=int, default=0, help="number of images to train students on (default: all)")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--student", default="", help="more options of train.py, in quotes")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs' files")
+    parser.add_argument("--student", default="", help="more options for train.py, in quotes")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the runs' files")
     parser.add_argument(
-        "--lease-ttl", type=float, default=5, help="of edl run: longer where others use the machine too"
+        "--lease-ttl", type=float, default=5, help="edl run's --lease-ttl; raise it on a shared machine"
     )
-    parser.add_argument("--limit-s", type=float, default=3600, help="a run that takes longer is broken off")
+    parser.add_argument("--limit-s", type=float, default=3600, help="stop a run that takes longer than this")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Images as uint8, which is what teachers are sent: a quarter of the bytes of floats."""
+"""Images as uint8, the form in which they are sent to teachers: a quarter of the bytes of floats."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Small images, all of one size, decoded once and then mapped: `FOLDER/PART/CLASS/*.jpg`, or scikit-learn's digits.
+    """Small images of one size, decoded once and then mapped: `FOLDER/PART/CLASS/*.jpg`, or scikit-learn's digits.
 
     Args:
         source: the folder, or "digits".
-        part: "train" or "test"; those to train with are shifted by up to an eighth, and those of a folder mirrored.
-        count: use so many of them, as many of each class as of the others; 0 for all.
+        part: "train" or "test". Training images are shifted by up to an eighth; if they come from a folder, they are
+            also mirrored at random.
+        count: Number of images to use, balanced over the classes; 0 for all.
     """
 
     def __init__(self, source: str, part: str, count: int = 0) -> None:
         self.images, self.labels = _digits(part) if source == "digits" else _folder(Path(source), part)
         self.classes, self.size = int(self.labels.max()) + 1, self.images.shape[1]
         self.augment, self.mirror = part == "train", source != "digits"
-        # The first of each class, then the second of each, and so on.
+        # Take the first image of each class, then the second of each, and so on.
         rank = np.empty(len(self.labels), np.int64)
         for label in range(self.classes):
             (of_class,) = np.nonzero(self.labels == label)
@@ -37,7 +38,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """An image, uint8 [3, height, width], and its class."""
+        """Return an image, uint8 [3, height, width], and its class."""
         chosen = self.chosen[index]
         pixels = self.images[chosen]
         if self.augment:
@@ -48,13 +49,13 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def open_images(source: str, part: str, crop: int = 0, count: int = 0) -> Dataset[tuple[Tensor, int]]:
-    """Open `Images`; with `crop`, images of any size by torchvision's `ImageFolder`, decoded anew in each epoch.
+    """Open `Images`, or with `crop` torchvision's `ImageFolder`, which decodes images of any size in each epoch.
 
     Args:
-        source: a folder with PART/CLASS/*.jpg, or "digits".
-        part: "train" (random crops, mirrored at random), or "test" (the middle).
-        crop: height and width of what is cut out; 0 for images that are small and of one size.
-        count: without `crop`, use so many of them.
+        source: A folder with PART/CLASS/*.jpg, or "digits".
+        part: "train" (random crops, mirrored at random) or "test" (the middle).
+        crop: Height and width of the crop; 0 for small images of one size.
+        count: Number of images to use; only without `crop`.
 
     Raises:
         ImportError: torchvision, which `crop` needs, is not installed or does not fit PyTorch.
@@ -68,14 +69,14 @@ def open_images(source: str, part: str, crop: int = 0, count: int = 0) -> Datase
 
 
 def class_count(images: Dataset[tuple[Tensor, int]]) -> int:
-    """How many classes there are."""
+    """Return the number of classes."""
     classes = images.classes  # ImageFolder has their names
     return classes if isinstance(classes, int) else len(classes)
 
 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, batches: DataLoader[tuple[Tensor, int]]) -> float:
-    """Share of the images that the model gets right."""
+    """Return the share of the images that the model classifies correctly."""
     device = next(model.parameters()).device
     was, hits, rows = model.training, 0, 0
     model.eval()
@@ -107,8 +108,8 @@ def _digits(part: str) -> tuple[np.ndarray, np.ndarray]:
 def _folder(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     classes = sorted(path for path in (folder / part).glob("*") if path.is_dir())
     if not classes:
-        raise SystemExit(f"{folder / part} has no folder for each class: wanted are {folder / part}/CLASS/*.jpg")
-    # A file that was added, removed or replaced since shows in these.
+        raise SystemExit(f"{folder / part} has no folder for each class: expected {folder / part}/CLASS/*.jpg")
+    # Adding, removing or replacing a file changes these.
     seen = [str(folder.resolve()), part]
     for path in classes:
         facts = [entry.stat() for entry in os.scandir(path)]
@@ -133,4 +134,4 @@ def _decode(classes: list[Path], images: Path, labels: Path) -> None:
     for path, array in ((images, pixels), (labels, np.array([number for _, number in files]))):
         unfinished = path.with_suffix(f".{os.getpid()}.npy")
         np.save(unfinished, array)
-        unfinished.rename(path)  # others see the whole file or none
+        unfinished.rename(path)  # other processes see the whole file or none

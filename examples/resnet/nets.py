@@ -1,4 +1,4 @@
-"""The networks: two residual ones for small images, and all that torchvision and timm have, by name."""
+"""The networks: two residual networks for small images, and all those in torchvision and timm, by name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-OWN = {"small": (16, 1), "deep": (32, 2)}  # channels of the first stage, blocks a stage
+OWN = {"small": (16, 1), "deep": (32, 2)}  # channels of the first stage, blocks per stage
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's: `edl serve --normalize imagenet`
 
 _FITS = f"for torch {torch.__version__}, from where that was installed (README.md, ImageNet on GPUs)"
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them (He et al. 2016)."""
+    """Two convolutions and a skip connection around them (He et al. 2016)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -35,7 +35,10 @@ class Block(nn.Module):
 
 
 def resnet(width: int, depth: int, classes: int) -> nn.Module:
-    """Images float32 [rows, 3, height, width] to logits [rows, classes]; three stages at 1/2, 1/4, 1/8 of the size."""
+    """Return a network from images, float32 [rows, 3, height, width], to logits [rows, classes].
+
+    Its three stages work at 1/2, 1/4 and 1/8 of the size.
+    """
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     for stage in range(3):
         outputs = width * 2**stage
@@ -48,16 +51,16 @@ def resnet(width: int, depth: int, classes: int) -> nn.Module:
 def build(arch: str = "small", classes: int | str = 10, pretrained: str = "no") -> nn.Module:
     """Build a network from images float32 [rows, 3, height, width] to logits [rows, classes].
 
-    `edl serve --torch-factory nets.py:build --option arch=...` calls it as well, with text for every argument.
+    `edl serve --torch-factory nets.py:build --option arch=...` also calls this function, with strings as arguments.
 
     Args:
-        arch: "small" (8 layers), "deep" (14 layers), or a name of a library: "torchvision:resnet50", "timm:resnet50d".
-        classes: how many.
-        pretrained: "yes" for the library's own weights, which it downloads.
+        arch: "small" (8 layers), "deep" (14 layers), or a library's network: "torchvision:resnet50", "timm:resnet50d".
+        classes: Number of classes.
+        pretrained: "yes" to download the library's own weights.
 
     Raises:
-        ImportError: the library is not installed, or does not fit PyTorch.
-        ValueError: there is no such network.
+        ImportError: The library is not installed, or does not match PyTorch.
+        ValueError: There is no such network.
     """
     library, _, name = arch.rpartition(":")
     weights = pretrained == "yes"
@@ -72,14 +75,14 @@ def build(arch: str = "small", classes: int | str = 10, pretrained: str = "no") 
 
 
 def load_library(module: str, wanted_by: str) -> Any:
-    """Import a module of torchvision or timm, which are needed only where they are named.
+    """Import a module of torchvision or timm, which are needed only if you name one of their networks.
 
     Args:
-        module: its name.
-        wanted_by: the setting that needs it, for the message.
+        module: Name of the module.
+        wanted_by: The setting that needs the module, for the error message.
 
     Raises:
-        ImportError: it is not installed, or does not fit PyTorch; says what to install.
+        ImportError: The module is not installed, or does not match PyTorch. The message says what to install.
     """
     package = module.partition(".")[0]
     try:
@@ -93,6 +96,6 @@ def load_library(module: str, wanted_by: str) -> Any:
 
 
 def normalize(images: Tensor) -> Tensor:
-    """Images uint8 [rows, 3, height, width] as the networks take them, as `edl serve --normalize imagenet` does."""
+    """Return uint8 images [rows, 3, height, width] as normalized floats, like `edl serve --normalize imagenet`."""
     mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (MEAN, STD))
     return ((images / 255 - mean) / std).contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""Makes the table and the picture of README.md from the runs' files, or from runs.json, which holds them together."""
+"""Makes the table and the picture in README.md from the runs' files, or from runs.json, which combines these files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BEGIN, END = "<!-- table by report.py -->\n", "<!-- end of table -->"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=Path, help="folder of compare.py's files; without it runs.json is read")
+    parser.add_argument("--runs", type=Path, help="folder of compare.py's files (default: read runs.json)")
     parser.add_argument(
-        "--teacher", type=Path, default=Path("teacher.json"), help="by train_teacher.py; goes with --runs"
+        "--teacher", type=Path, default=Path("teacher.json"), help="file that train_teacher.py wrote; used with --runs"
     )
-    parser.add_argument("--folder", type=Path, default=HERE, help="where README.md, runs.json and accuracy.png are")
+    parser.add_argument("--folder", type=Path, default=HERE, help="folder with README.md, runs.json and accuracy.png")
     options = parser.parse_args()
     collected = options.folder / "runs.json"
     if options.runs:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def shorten(run: dict[str, Any]) -> dict[str, Any]:
-    """A run with times that count from its first line, and only as many digits as mean something."""
+    """Return a run with times relative to its first line, rounded to meaningful digits."""
     begin = run["lines"][0]["time"]
     for entry in run["lines"] + run["events"]:
         entry["time"] -= begin
@@ -53,7 +53,7 @@ def shorten(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table in Markdown: of each arm mean and standard deviation over the seeds."""
+    """Return the Markdown table: the mean and standard deviation of each arm over the seeds."""
     by_arm = arms(results["runs"])
     rows = [
         "| student | seeds | right | images sent again | CPU a step |",
@@ -88,7 +88,7 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def pairs(run: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Lines that follow one another with nothing but ten steps between them."""
+    """Return pairs of consecutive lines with exactly ten steps between them."""
     lines = run["lines"]
     return [
         (line, after)
@@ -98,13 +98,13 @@ def pairs(run: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def resent(run: dict[str, Any]) -> int:
-    """Images that were sent again, as their request failed; a worker that starts anew counts from 0 again."""
+    """Return the number of images sent again because a request failed. A restarted worker counts from 0."""
     counts = [line.get("resent", 0) for line in run["lines"]]
     return counts[-1] + sum(before for before, after in pairwise(counts) if after < before)
 
 
 def cpu_of_a_step(run: dict[str, Any]) -> float:
-    """Milliseconds of CPU of the first node's process; that of teachers is not in it."""
+    """Return the CPU milliseconds per step of the first node's process, without the teachers."""
     return 100 * statistics.median(after["cpu_s"] - line["cpu_s"] for line, after in pairs(run))
 
 
@@ -113,7 +113,7 @@ def steps_a_second(run: dict[str, Any]) -> float:
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy by epoch of all runs, and beneath it the teachers that were live in a killed one, with what happened."""
+    """Draw the accuracy of all runs by epoch, and below it the live teachers in a killed run, with its events."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Trains the student, on labels alone or on what teachers say. Nodes and teachers may come and go meanwhile."""
+"""Trains the student on labels alone or on teachers' predictions. Nodes and teachers may come and go as it trains."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def main() -> None:
     sampler = ElasticSampler(len(train), global_batch=options.batch, seed=options.seed, tail="drop")
     state = State(model=network, optimizer=optimizer, schedule=schedule, sampler=sampler, step=0)
     with Checkpointer(state) as checkpointer:
-        checkpointer.restore()  # where it was; nothing in the first start
+        checkpointer.restore()  # resumes where training stopped; does nothing on the first start
         model = DistributedDataParallel(network) if dist.is_initialized() else network
         trainer = ElasticTrainer(model, optimizer, sampler=sampler)
         loader = DataLoader(train, batch_sampler=sampler, num_workers=options.workers, generator=torch.Generator())
-        # Teachers are sent the images, not the labels. An empty list is none: logits are None then.
+        # Teachers get the images, not the labels. An empty list means no teachers: logits are None then.
         teachers = options.teachers or []
         with distill(loader, teachers, inputs=["image", None], outputs="logits", device=device) as batches:
             journal = Journal(options.log, steps, batches.stats if teachers else None)
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 class Journal:
-    """Lines of JSON by the first rank: every ten steps, and after each epoch, which is printed as well."""
+    """Writes a line of JSON on the first rank every ten steps and after each epoch. Epochs are also printed."""
 
     def __init__(self, path: str, steps: int, stats: Callable[[], ReaderStats] | None) -> None:
         self.path, self.steps, self.stats = path, steps, stats
@@ -90,18 +90,18 @@ class Journal:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="digits", help="a folder with train/CLASS/*.jpg and test/CLASS/*.jpg")
-    parser.add_argument("--images", type=int, default=0, help="train on so many (default: all)")
-    parser.add_argument("--crop", type=int, default=0, help="cut so many pixels out of images of any size; torchvision")
+    parser.add_argument("--images", type=int, default=0, help="number of images to train on (default: all)")
+    parser.add_argument("--crop", type=int, default=0, help="crop images of any size to this many pixels (torchvision)")
     parser.add_argument("--arch", default="small", help="small, deep, torchvision:NAME or timm:NAME (%(default)s)")
-    parser.add_argument("--teachers", default="", help="their service, or host:port (default: train on labels alone)")
+    parser.add_argument("--teachers", default="", help="the teachers' service, or host:port (default: labels alone)")
     parser.add_argument("--temperature", type=float, default=4.0)
-    parser.add_argument("--alpha", type=float, default=0.9, help="share of the teachers in the loss (%(default)s)")
+    parser.add_argument("--alpha", type=float, default=0.9, help="weight of the teachers in the loss (%(default)s)")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=64, help="of all nodes together")
+    parser.add_argument("--batch", type=int, default=64, help="images per step, over all nodes")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0, help="processes that load images")
-    parser.add_argument("--log", default="", help="append the course of the training to this file, as lines of JSON")
+    parser.add_argument("--log", default="", help="append progress to this file, as lines of JSON")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Trains the teacher on the labels and writes its weights. Ordinary PyTorch: nothing of EDL."""
+"""Trains the teacher on the labels and writes its weights. This is ordinary PyTorch, without EDL."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--data", default="digits", help="a folder with train/CLASS/*.jpg and test/CLASS/*.jpg")
 parser.add_argument(
-    "--crop", type=int, default=0, help="cut so many pixels out of images of any size; needs torchvision"
+    "--crop", type=int, default=0, help="crop images of any size to this many pixels; needs torchvision"
 )
 parser.add_argument("--arch", default="deep", help="deep, small, torchvision:NAME or timm:NAME (%(default)s)")
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--batch", type=int, default=128)
 parser.add_argument("--lr", type=float, default=0.2)
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--out", default="teacher.pt", help="weights; beside them a .json says how well they do")
+parser.add_argument("--out", default="teacher.pt", help="file for the weights; a .json beside it has the accuracy")
 options = parser.parse_args()
 
 torch.manual_seed(options.seed)

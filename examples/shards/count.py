@@ -22,18 +22,18 @@ def work(pause_s: float) -> None:
         dataset = None
         for shard in reader:
             if dataset is None:
-                dataset = load_dataset(client.describe_dataset("data"))  # where the shards are; opens the file here
+                dataset = load_dataset(client.describe_dataset("data"))  # opens the file on this machine
             counts: dict[str, Counter[str]] = {"positive": Counter(), "negative": Counter()}
             for review in dataset.read(shard):
                 counts[review["label"]].update(re.findall(r"[a-z]+", review["sentence"]))
                 rows += 1
             time.sleep(pause_s)
-            # A file a shard, put in place whole: a worker that is killed behind this line has its shard counted again,
-            # into the same file.
+            # Each shard has one file, renamed into place when complete. If a worker is killed after this line, its
+            # shard is counted again into the same file.
             draft = COUNTS / f".{shard.id}"
             draft.write_text(json.dumps(counts))
             draft.rename(COUNTS / f"{shard.start}.json")
-            # The shard is reported as done when the next is taken.
+            # A shard is reported as done when the next one is taken.
     print(f"this worker has counted {rows:,} rows")
 
 
@@ -50,6 +50,6 @@ def total() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--total", action="store_true")
-    parser.add_argument("--pause", type=float, default=0.05, help="seconds a shard, as if there were more to do")
+    parser.add_argument("--pause", type=float, default=0.05, help="seconds to sleep per shard, to simulate more work")
     options = parser.parse_args()
     total() if options.total else work(options.pause)

@@ -15,7 +15,7 @@ THINGS = ["film", "plot", "cast", "ending", "score", "script", "camera", "dialog
 FRAMES = [
     "a {word} {thing}",
     "the {thing} is {word}, and the {other} as well",
-    'they call the {thing} "{word}",\nand so it is',  # quotes, a comma and a newline: no line by line splitting here
+    'they call the {thing} "{word}",\nand so it is',  # quotes, a comma and a newline: a row may span lines
     "{word} from the {thing} to the {other}",
 ]
 

@@ -5,7 +5,7 @@ from torch import nn
 
 
 def model() -> nn.Module:
-    """Digits [rows, 8, 8] to logits [rows, 10]; 4,810 parameters."""
+    """Return a network from digits [rows, 8, 8] to logits [rows, 10], with 4,810 parameters."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
@@ -14,7 +14,7 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def teacher() -> nn.Module:
-    """The same, with 151,306 parameters."""
+    """Return a network with the same inputs and outputs, and 151,306 parameters."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8)),
         nn.Conv2d(1, 32, 3, padding=1),

@@ -1,7 +1,7 @@
 """Writes train.parquet and test.parquet from scikit-learn's handwritten digits, and trains the teacher.
 
-The student's table has 200 of the 1,197 training images. The teacher has seen all of them, as a large model has seen
-more than the labels of one task.
+The student's table has 200 of the 1,197 training images. The teacher is trained on all of them, like a large model that
+has seen more than the labels of one task.
 """
 
 import numpy as np

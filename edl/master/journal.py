@@ -188,7 +188,7 @@ _WAL_NBYTES: Final = 64 << 20  # write-ahead log kept after a snapshot; SQLite w
 _TABLES: Final = Tables(
     kind="journal",
     application_id=0x45444C4A,  # "EDLJ"
-    version=1,
+    version=2,  # 1 leased the last units of growing data elsewhere: its records would be replayed wrongly
     schema="""
         CREATE TABLE state (term INTEGER NOT NULL, covered INTEGER NOT NULL, snapshot BLOB, checksum INTEGER);
         CREATE TABLE record (number INTEGER PRIMARY KEY, data BLOB NOT NULL, checksum INTEGER NOT NULL);
@@ -290,7 +290,7 @@ _MOST_VALUES: Final = 2000  # of records until a snapshot is due: the next write
 _TAIL: Final = 16
 """Number of values deleted after the last group of an earlier term: the term's writer may have died while writing a
 group of up to 3 MB."""
-_FORMAT: Final = 1
+_FORMAT: Final = 2  # 1 leased the last units of growing data elsewhere: its records would be replayed wrongly
 _RECORD: Final = struct.Struct("!QI")  # before each record: its length, and its CRC-32
 _VALUE_NBYTES: Final = 190_000
 """Largest value: Consul's transactions take 512 KiB of JSON with base64 data, and EDL's store takes 256 KiB."""
@@ -351,7 +351,10 @@ class _Head:
         try:
             message = json.loads(value)
             if message["format"] != _FORMAT:
-                raise ProtocolError(f"journal {name} has format {message['format']}; this version reads {_FORMAT}")
+                raise ProtocolError(
+                    f"journal {name} has format {message['format']}, not {_FORMAT}: another release of EDL wrote it: "
+                    "finish the job with that release, or choose another job name"
+                )
             snapshot = message["snapshot"]
             return cls(
                 int(message["term"]),

@@ -472,7 +472,7 @@ def test_store_is_away_for_a_while(stored: StorePlace, disturbed: Any) -> None:
         impatient.load()
 
 
-@pytest.mark.parametrize("value", [b"", b"[]", b'{"format":2}', b'{"format":1,"term":"x"}', b"\xff\x00"])
+@pytest.mark.parametrize("value", [b"", b"[]", b'{"format":1}', b'{"format":2,"term":"x"}', b"\xff\x00"])
 def test_foreign_head_is_refused(stored: StorePlace, value: bytes) -> None:
     stored.store.put(f"{stored.folder}head", value)
     with pytest.raises(ProtocolError, match="journals/job"):
@@ -585,12 +585,12 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         connection.execute("CREATE TABLE mine (x)")
     open_journal(f"sqlite:///{tmp_path}/newer").close()
     with contextlib.closing(sqlite3.connect(tmp_path / "newer")) as connection:
-        connection.execute("PRAGMA user_version = 2")
+        connection.execute("PRAGMA user_version = 3")
     (tmp_path / "folder").mkdir()
     for name, words in {
         "text": "not a database",
         "database": "another program's database",
-        "newer": "format 2, not 1",
+        "newer": "format 3, not 2",
         "folder": "unable to open",
         "text/below": "folder cannot be created",
     }.items():

@@ -1,4 +1,4 @@
-"""What the gRPC servers of a master and of a served store share: their options, and the thread that serves."""
+"""Common parts of the gRPC servers of masters and served stores: their options, and the thread that serves."""
 
 from __future__ import annotations
 

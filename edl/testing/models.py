@@ -98,11 +98,6 @@ def echo(width: int = 4, scale: float = 1.0, repeat: int = 1, **options: Any) ->
     return Model(answer, [f"x:float32[{width}]"], [f"y:float32[{width * repeat}]"], **options)
 
 
-def wrong_width(width: int = 4, **options: Any) -> Model:
-    """`echo` with twice the outputs: correct by itself, but it does not fit an `echo` in the same service."""
-    return echo(width, repeat=2, **options)
-
-
 def linear(width: int = 4, **options: Any) -> Model:
     """`x` FP32 [rows, width] to `y` FP32 [rows, width]: `x @ arange(width * width).reshape(width, width)`."""
     weights = np.arange(width * width, dtype=np.float32).reshape(width, width)
@@ -199,11 +194,6 @@ def raises(width: int = 4, message: str = "boom", **options: Any) -> Model:
         raise RuntimeError(message)
 
     return _faulty(spoil, width, **options)
-
-
-def wrong_shape(width: int = 4, **options: Any) -> Model:
-    """As `echo`, but answers have one element more than the model declares; for options see `_faulty`."""
-    return _faulty(lambda y: np.concatenate([y, y[:, :1]], axis=1), width, **options)
 
 
 def _faulty(

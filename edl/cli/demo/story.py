@@ -207,7 +207,7 @@ class _Epoch:
         return time.monotonic() - self._began
 
     def after(self, batches: int) -> ReaderStats:
-        """Record the counters after so many batches, and cause the trouble that is due."""
+        """Record the counters after `batches` batches, and cause the trouble that is due."""
         self.samples.append((self.now_s, self._reader.stats()))
         stats = self.samples[-1][1]
         plan, teachers, fraction = self._plan, self._fleet.teachers, batches / self._plan.batches

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
 from typing import Final, TypeAlias, TypeVar
 
 from rich import box
@@ -62,9 +63,9 @@ def show_looks(
 ) -> None:
     """Show what `read` returns: once or, with `every_s`, whenever its `facts` change, until `is_over`.
 
-    Looks are shown in place on a terminal, otherwise one below the other, or with `to_json` as lines of JSON. If a
-    later read fails, the reason is shown with the last look (beside JSON, on standard error), and only SettingsError
-    ends the loop.
+    On a terminal, a new look replaces the last one. Elsewhere, each look is printed below its time or, with `to_json`,
+    as a line of JSON. If a later read fails, the reason is shown with the last look (with JSON, on standard error), and
+    only SettingsError ends the loop.
     """
     screen = console(width)
     with contextlib.ExitStack() as stack:
@@ -80,6 +81,8 @@ def show_looks(
             elif (facts(look), trouble) != seen:
                 seen = facts(look), trouble
                 if to_json is None:
+                    if every_s is not None:
+                        screen.print(Text(datetime.now().astimezone().isoformat(" ", "seconds"), "dim"))
                     screen.print(whole)
                 elif trouble:
                     print(printable(trouble), file=sys.stderr)

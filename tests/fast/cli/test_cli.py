@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -170,8 +171,11 @@ def test_outage_does_not_end_a_watch(capsys: pytest.CaptureFixture[str]) -> None
 
         show_looks(read, str, to_json, 80, every_s=0.0, is_over=lambda look: look == 2)
         said, trouble = capsys.readouterr(), "last known state: no\ufffd answer"
+        lines = said.out.splitlines()
+        if to_json is None:
+            assert all(datetime.fromisoformat(lines.pop(at)).tzinfo for at in (7, 5, 2, 0)), "each look below its time"
         shown = (["1", "1", trouble, "1", "2"], []) if to_json is None else (["1", "1", "2"], [trouble])
-        assert (said.out.splitlines(), said.err.splitlines()) == shown
+        assert (lines, said.err.splitlines()) == shown
     with pytest.raises(SettingsError, match="deleted"):
         show_looks(Mock(side_effect=[1, SettingsError("deleted")]), str, None, 80, every_s=0.0)
 

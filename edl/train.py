@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +211,8 @@ class _Training:
             needed: Any = self._needed
             loader = DataLoader(self._table, batch_sampler=sampler, collate_fn=needed, generator=torch.Generator())
             teachers = [] if plan.teachers is None else plan.teachers
+            if self._state.step < 0 and self._eval_table is not None:
+                self._evaluate(plan.batch)  # an unsound metrics() fails now, not after an epoch
             with distill(
                 loader,
                 teachers,
@@ -245,7 +247,7 @@ class _Training:
                 told_at = time.monotonic()
                 self._tell(f"epoch {epoch}: {sampler.consumed:,} of {len(self._table):,} rows")
         trained = sampler.consumed - before  # 0 after a restart between an epoch's last step and its evaluation
-        mean = _mean_of_all({"training loss": float(losses)}, rows) if trained else {}
+        mean = _mean_of_all({"training loss": (float(losses), rows)}) if trained else {}
         if not all(map(math.isfinite, mean.values())):
             raise SettingsError(
                 f"epoch {epoch}: the training loss is {mean['training loss']}: look for NaN in the data and in the "
@@ -260,19 +262,24 @@ class _Training:
 
     # --- Loss and metrics ---
 
-    def _loss(self, outputs: Tensor, columns: Columns, soft: Tensor | None) -> Tensor:
+    def _own_loss(self, *, soft: bool) -> Callable[..., Tensor] | None:
+        """Return the user's `loss(outputs, labels, soft)` or `loss(outputs, labels)`; None if it is not that one."""
+        own: Callable[..., Tensor] | None = getattr(self._definition, "loss", None)
+        return own if own is not None and (len(inspect.signature(own).parameters) > 2) == soft else None
+
+    def _loss(self, outputs: Any, columns: Columns, soft: Tensor | None) -> Tensor:
         labels = columns.get(self._label) if self._label is not None else None
-        own = getattr(self._definition, "loss", None)
-        if own is not None and len(inspect.signature(own).parameters) > 2:
-            loss: Tensor = own(outputs, labels, soft)
-            return loss
-        hard = outputs.new_zeros(()) if labels is None else (own or _hard_loss)(outputs, labels)
+        if (whole := self._own_loss(soft=True)) is not None:
+            return whole(outputs, labels, soft)
+        hard = None if labels is None else (self._own_loss(soft=False) or _hard_loss)(outputs, labels)
         if soft is None:
+            assert hard is not None
             return hard
+        _check_tensor(outputs, "the soft loss", "loss(outputs, labels, soft)")
         plan = self._plan
         try:
             if labels is not None and labels.is_floating_point():
-                soft_loss = logit_mse(outputs, soft)
+                soft_loss: Tensor = logit_mse(outputs, soft)
             else:
                 soft_loss = kl_divergence(outputs, soft, temperature=plan.temperature)
         except SettingsError as exc:
@@ -280,29 +287,47 @@ class _Training:
                 f"the teachers' output {plan.teacher_output!r} does not match the result of model(): {exc}. Choose "
                 "another output (--teacher-output), or define loss(outputs, labels, soft)"
             ) from exc
-        return soft_loss if labels is None else plan.alpha * soft_loss + (1.0 - plan.alpha) * hard
+        return soft_loss if hard is None else plan.alpha * soft_loss + (1.0 - plan.alpha) * hard
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, rows_each: int | None = None) -> dict[str, float]:
+        """Return the means over the table, or over the first rows of each worker."""
         table = self._eval_table
         assert table is not None
-        own = getattr(self._definition, "metrics", None)
-        mine = range(dist.get_rank(), len(table), dist.get_world_size())
-        sums: dict[str, float] = {}
-        total = 0
+        mine = range(dist.get_rank(), len(table), dist.get_world_size())[:rows_each]
+        sums: dict[str, tuple[float, int]] = {}
         self._network.eval()
         with torch.inference_mode():
             for at in range(0, len(mine), self._plan.batch):
                 rows = mine[at : at + self._plan.batch]
                 columns = {name: value.to(self._device) for name, value in self._batch(table, rows).items()}
-                outputs, labels = self._network(*self._take(columns)), columns[self._label or ""]
-                if own is None and not labels.is_floating_point() and outputs.shape[:-1] == labels.shape:
-                    labelled = labels != NO_LABEL
-                    outputs, labels = outputs[labelled], labels[labelled]
-                total += len(labels)
-                for name, value in (own or _metrics)(outputs, labels).items() if len(labels) else ():
-                    sums[name] = sums.get(name, 0.0) + float(value) * len(labels)
+                outputs = self._network(*self._take(columns))
+                for name, (mean, count) in self._measure(outputs, columns[self._label or ""]).items():
+                    before = sums.get(name, (0.0, 0))
+                    try:
+                        sums[name] = before[0] + float(mean) * count, before[1] + count
+                    except (TypeError, ValueError, RuntimeError) as exc:
+                        raise SettingsError(f"metric {name!r}: expected a number, not {quote(mean)}") from exc
         self._network.train()
-        return _mean_of_all(sums, total)
+        return _mean_of_all(sums)
+
+    def _measure(self, outputs: Any, labels: Tensor) -> dict[str, tuple[Any, int]]:
+        """Return each metric's mean over rows, and how many rows these are."""
+        if (own := getattr(self._definition, "metrics", None)) is not None:
+            means = own(outputs, labels)
+            if not isinstance(means, Mapping):
+                raise SettingsError(f"metrics(outputs, labels) must return a dict of numbers, not {quote(means)}")
+            return {name: (mean, len(labels)) for name, mean in means.items()}
+        found: dict[str, tuple[Any, int]] = {}
+        if (loss := self._own_loss(soft=False)) is not None:
+            found["loss"] = loss(outputs, labels), len(labels)
+        classes = not labels.is_floating_point() and getattr(outputs, "shape", [None])[:-1] == labels.shape
+        if classes:
+            labelled = labels != NO_LABEL
+            outputs, labels = outputs[labelled], labels[labelled]
+            if not len(labels):
+                return found
+            found["accuracy"] = (outputs.argmax(-1) == labels).float().mean(), len(labels)
+        return found if loss is not None else {"loss": (_hard_loss(outputs, labels), len(labels)), **found}
 
     # --- Columns ---
 
@@ -398,7 +423,16 @@ class _Training:
             self._tell(f"no model.pt2, since torch.export cannot trace the model ({reason}); its weights are saved")
 
 
-def _hard_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+def _check_tensor(outputs: Any, purpose: str, function: str) -> None:
+    if not isinstance(outputs, Tensor):
+        raise SettingsError(
+            f"model() returns a {type(outputs).__name__}, but {purpose} needs a tensor: return only the logits, or "
+            f"define {function}"
+        )
+
+
+def _hard_loss(outputs: Any, labels: Tensor) -> Tensor:
+    _check_tensor(outputs, "the default loss", "loss(outputs, labels) and metrics(outputs, labels)")
     numbers = labels.is_floating_point()
     if outputs.numel() != labels.numel() if numbers else outputs.shape[:-1] != labels.shape:
         expected = "as many numbers" if numbers else "the logits of the classes for each of them"
@@ -412,18 +446,14 @@ def _hard_loss(outputs: Tensor, labels: Tensor) -> Tensor:
     return DistillLoss(reduction="none")(outputs, None, labels).mean()  # type: ignore[no-any-return]
 
 
-def _metrics(outputs: Tensor, labels: Tensor) -> Mapping[str, Any]:
-    found = {"loss": _hard_loss(outputs, labels)}
-    if not labels.is_floating_point():
-        found["accuracy"] = (outputs.argmax(-1) == labels).float().mean()
-    return found
-
-
-def _mean_of_all(sums: Mapping[str, float], rows: int) -> dict[str, float]:
-    everyone = [json.loads(part) for part in gather_bytes(json.dumps([dict(sums), rows]).encode())]
-    total = max(sum(count for _, count in everyone), 1)
-    names = dict.fromkeys(name for part, _ in everyone for name in part)
-    return {name: sum(part.get(name, 0.0) for part, _ in everyone) / total for name in names}
+def _mean_of_all(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """Return the means over all workers from each worker's sums and numbers of rows."""
+    totals: dict[str, tuple[float, int]] = {}
+    for part in gather_bytes(json.dumps(sums).encode()):
+        for name, (total, rows) in json.loads(part).items():
+            before = totals.get(name, (0.0, 0))
+            totals[name] = before[0] + total, before[1] + rows
+    return {name: total / max(rows, 1) for name, (total, rows) in totals.items()}
 
 
 if __name__ == "__main__":

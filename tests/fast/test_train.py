@@ -132,20 +132,43 @@ def test_output_is_tried_first(train: Any, tmp_path: Path) -> None:
         train("def model():\n    raise AssertionError('too late')", "never", output=f"{tmp_path}/file")
 
 
+PAIR = """
+import torch
+class Pair(torch.nn.Linear):
+    def forward(self, x):
+        outputs = super().forward(x)
+        return outputs, outputs
+def model():
+    return Pair(2, 3)
+"""
+
+
+def test_outputs_of_any_kind(train: Any, capsys: pytest.CaptureFixture, table: str) -> None:
+    """A loss function of the user's defines the loss of the evaluation too, also where the default would not fit."""
+    train(PAIR + LOSS + "outputs[0].mean() * 0 + 2", "pair", eval=table)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "epoch 0" in line)
+    assert "training loss 2, loss 2, " in line
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        (PAIR, "returns a tuple, but the default loss needs a tensor"),
         (MODEL + LOSS + "outputs.mean() * float('nan')", "epoch 0: the training loss is nan"),
         (MODEL + LOSS + "outputs.sum(1)", r"the loss has the shape \[3\]: .*losses\.mean\(\)"),
         (MODEL + LOSS + "1.5", "the loss is 1.5: it must be a tensor"),
         (MODEL + "def optimizer(parameters):\n    return torch.optim.LBFGS(parameters)", "LBFGS needs a closure"),
         (MODEL.replace("Linear(2, 3)", "LazyLinear(3)"), "weight of the model has no shape yet: run a batch through"),
         (MODEL.replace("Linear(2, 3)", "Identity()"), "no parameter to train"),
+        (
+            MODEL + LOSS + "1 / 0\ndef metrics(outputs, labels):\n    return 0.5",
+            "must return a dict of numbers, not 0.5",
+        ),
     ],
 )
-def test_unsound_definition_ends_training(train: Any, source: str, message: str) -> None:
+def test_unsound_definition_ends_training(train: Any, source: str, message: str, table: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        train(source, "unsound")
+        train(source, "unsound", eval=table if "metrics" in source else None)
 
 
 @pytest.mark.parametrize(

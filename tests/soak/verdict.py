@@ -238,7 +238,7 @@ def text_of(outcome: Outcome) -> str:
         *(f"| {name} | {times} |" for name, times in outcome.faults.items()),
         *(f"| not injected: {reason} | 0 |" for reason in outcome.left_out),
         "",
-        "| process that ran throughout | memory at the end | growth | descriptors | threads |",
+        "| process that ran throughout | memory at the end | memory growth | descriptor growth | thread growth |",
         "| --- | --- | --- | --- | --- |",
         *(
             f"| {growth.name} | {growth.rss_bytes / 2**20:.0f} MiB | {growth.rss_growth_bytes / 2**20:+.1f} MiB | "

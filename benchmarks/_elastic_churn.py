@@ -24,7 +24,7 @@ class Churn(enum.Enum):
 
     JOIN = "a node joins"
     LEAVE = "a node leaves (SIGTERM)"
-    KILL_NODE = "a node with its agent dies (SIGKILL)"
+    KILL_NODE = "a node and its agent die (SIGKILL)"
     KILL_RANK = "a worker dies (SIGKILL)"
 
 

@@ -1,8 +1,8 @@
 """Does the accuracy of a small ResNet on CIFAR-10 depend on which nodes were present during training?
 
 *Static*: one node throughout. *Elastic*: one to four nodes that join, leave or are killed, with `ElasticTrainer`.
-*Ignoring*: the same trace, but the script ignores the world size, which shows that the benchmark would notice a
-difference. Figures are accuracies divided by the static one; `_off` is the mean difference, in standard errors.
+*Ignoring*: the same nodes, but the script ignores the world size, which shows that the benchmark would notice a
+difference. Figures are accuracies divided by that of *Static*; `..._off` is the mean difference, in standard errors.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def measure(options: Options, data: Path | None = None, rate: float = _RATE) -> 
         f"Trained on {size.train} images for {size.epochs} epochs with a batch of {size.batch} and a rate of {rate:g}."
     )
     for side, values in found.items():
-        note(f"Accuracy, {side}: {Spread.of([100 * value for value in values])} %.")
+        note(f"Accuracy in %, {side}: {Spread.of([100 * value for value in values])}.")
     return compared(found, size.test)
 
 

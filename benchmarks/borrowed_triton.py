@@ -1,9 +1,9 @@
-"""What students cost Triton's own clients: the clients' p99 latency with a student, divided by that without.
+"""What students cost Triton's own clients: the clients' p99 latency with a student, divided by that without one.
 
 A real Triton serves a model with one instance and two priority levels. Its own clients use half of its capacity. A
-student takes as much as it can get: without a priority (`default`), with the lowest level (`auto`), or also with few
-rows and requests at a time (`lowest`). `batch_` is a model that takes 40 ms per batch; `row_` takes 10 ms plus 5 ms per
-row.
+student takes as much as it can get: without a priority (`default`), with the lowest level (`auto`), or with the lowest
+level and few rows and requests at a time (`lowest`). The model takes 40 ms per batch in `batch_...` figures, and 10 ms
+plus 5 ms per row in `row_...` figures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast the soft-label cache writes and reads labels, compared with EDL's previous format.
+"""How fast the soft-label cache writes and reads labels, compared with its previous format.
 
 One process, or four at once, write 64 MB of class or token labels and read them back in random order, with a cold and
 a warm page cache. The ratios are geometric means.
@@ -79,7 +79,7 @@ def _compare(rounds: dict[str, list[dict[str, float]]]) -> dict[str, list[float]
                 ratios[what.partition(" ")[0]].append(found)
                 cases[f"{what}, {kind}, {processes} process{'es' * (processes > 1)}"] = Spread.of(found).median
     low, high = min(cases, key=cases.__getitem__), max(cases, key=cases.__getitem__)
-    note(f"The lowest ratio is {cases[low]:.3g} ({low}), the highest {cases[high]:.3g} ({high}).\n")
+    note(f"The lowest ratio is {cases[low]:.3g} ({low}), and the highest is {cases[high]:.3g} ({high}).\n")
     return {
         f"{what}_vs_before": [_mean(values) for values in zip(*found, strict=True)] for what, found in ratios.items()
     }

@@ -39,11 +39,11 @@ _STARTS_WITHIN_S = 60.0
 _ROWS = {False: 32, True: 4}
 _STORING = "edl, storing at 100 MB/s"
 _SURVIVES = {
-    "edl": "the process; with a replica, the host",
-    _STORING: "the process; the host, once stored",
+    "edl": "the process; with a replica, also the host",
+    _STORING: "the process; once the save is stored, also the host",
     "torch.save": "the process and the host",
-    "dcp, staging in the call": "neither; both, once it is written and synced",
-    "dcp, staging in a thread": "neither; both, once it is written and synced",
+    "dcp, staging in the call": "neither; once the save is synced, both",
+    "dcp, staging in a thread": "neither; once the save is synced, both",
 }
 
 
@@ -105,7 +105,8 @@ def measure(options: Options) -> dict[str, list[float]]:
             "dcp, staging in a thread": stack.enter_context(_dcp(loop, folder, threaded=True)),
         }
         rounds = take_turns(sides, options.repeats)
-    note("| side | blocked, ms | save and pass minus a pass, ms | once training continues, a save survives losing |")
+    survives = "once training continues, a save survives the loss of"
+    note(f"| side | blocked, ms | save and pass minus a pass, ms | {survives} |")
     note("| --- | ---: | ---: | --- |")
     for name, costs in rounds.items():
         blocking, longer = (_milliseconds(list(column)) for column in zip(*costs, strict=True))

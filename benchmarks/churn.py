@@ -1,12 +1,13 @@
 """How much of the time is useful while nodes join, leave and die, and what `edl run` costs while nothing changes.
 
 A job has one to three nodes with one rank each. Every 30 s, a node joins, leaves on SIGTERM or dies with its agent, or
-a worker gets SIGKILL. torchrun uses a store that outlives its nodes, torchft a join timeout of 1 s. Each step sleeps
-150 ms instead of using a GPU; all-reduce and snapshots (2.1 million parameters) are real.
+a worker gets SIGKILL. torchrun uses a store that outlives its nodes; torchft uses a join timeout of 1 s. Each step
+sleeps 150 ms instead of using a GPU; all-reduce and snapshots (2.1 million parameters) are real.
 
-- `goodput`: the time that the counted steps would take undisturbed, divided by the elapsed time;
+- `goodput`: the time that the kept steps would take without disturbance, divided by the elapsed time.
   `goodput_beside_saving` compares with undisturbed jobs that make the same snapshots.
-- `steady`: steps per second of two ranks under `edl run` with snapshots, divided by those under torchrun without.
+- `steady`: steps per second of two ranks under `edl run` with snapshots, divided by those under torchrun without
+  snapshots.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """How well the arbiter shares a cluster on a simulated day, and how long a decision takes.
 
 Jobs that request 95% of the day's GPU hours share 3,200 GPUs (400 nodes of 8). An online load takes 15% to 45% of the
-GPUs, and teachers borrow the rest. The alternatives are gang scheduling with backfill, of all requested workers or of a
-quarter (`at the minimum`), and the ancestor, paddle-operator's autoscaler. Changing the number of workers pauses a job
-for 5 s to 60 s; no work is lost.
+GPUs, and teachers borrow idle GPUs. The alternatives are gang scheduling with backfill, which starts a job with all or
+a quarter (`at the minimum`) of its workers, and EDL's ancestor, paddle-operator's autoscaler. Changing the number of
+workers pauses a job for 5 s to 60 s; no work is lost.
 
 - `decision_s`: CPU seconds of the slowest of five decisions with 1,000 jobs on 10,000 nodes.
-- `wait_vs_gang`: the mean time that jobs wait for their minimum, divided by that with gang scheduling.
-- `utilization`: GPUs in use, divided by those that the online load leaves free, while a job waits.
-- `span_vs_...`: the mean time from a job's arrival to its end; `moves_vs_ancestor`: changes in the number of workers.
+- `wait_vs_gang`: the mean time that jobs wait for their minimum of workers, divided by that with gang scheduling.
+- `utilization`: GPUs in use while a job waits, divided by those that the online load leaves free.
+- `span_vs_...`, `moves_vs_ancestor`: ratios of the mean time from a job's arrival to its end, and of the number of
+  changes in the number of workers.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def utilization(result: Result, teachers: bool) -> float:
 
 def tell(days: list[dict[str, Result]]) -> None:
     """Note a table of all policies, with medians over the days."""
-    note("| medians of the days | " + " | ".join(days[0]) + " |")
+    note("| medians over all days | " + " | ".join(days[0]) + " |")
     note("| --- |" + " ---: |" * len(days[0]))
     rows: dict[str, Callable[[Result], float]] = {
         "mean wait for the minimum, s": lambda result: mean(result.waits_s),

@@ -1,7 +1,7 @@
-"""Copies, context switches and instructions per request, compared with a bare gRPC client and server.
+"""Copies, context switches and instructions per request, compared with those of bare gRPC.
 
-The load is that of `reader`. Figures are EDL's counts, student and teacher together, divided by gRPC's; `copies_shm`
-is how often the input is copied when it is passed through shared memory.
+The load is that of `reader`. Each figure is EDL's count, for student and teacher together, divided by gRPC's.
+`copies_shm` is how often the input is copied when it is passed through shared memory.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The plain process trains the same model in the same batches with `nn.Embedding(sparse=True)`, without EDL: its table is
 not sharded, its data are in memory, and it saves nothing. The job's workers get shards from a master, exchange rows and
-gradients over gloo, and save their state in memory. All processes compute with one thread. More workers than there are
-cores are left out.
+gradients over gloo, and save their state in memory. All processes compute with one thread. The benchmark never uses
+more workers than cores.
 """
 
 from __future__ import annotations

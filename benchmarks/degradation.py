@@ -1,9 +1,9 @@
-"""What soft labels from remote teachers cost a student: its steps per second with them, divided by those without.
+"""How much soft labels from remote teachers slow a student: its steps per second with them, divided by those without.
 
-Three students compute on one core: one at the pace of a ResNet50 on a V100 (230 images/s), one four to five times as
-fast, and a small language model (`lm_student`). Two teachers sleep for as long as teachers three times as fast as the
-student would compute; images and labels do travel over TCP. `_limit` is the student's ratio while a bare gRPC client
-and server exchange the same bytes on the same two cores.
+The students compute on one core: `student` at the pace of a ResNet50 on a V100 (230 images/s), `fast_student` four to
+five times as fast, and `lm_student`, a small language model. Two teachers sleep instead of computing; together, they
+are three times as fast as the student. Images and labels really travel over TCP. `..._limit` is the ratio for a student
+without teachers, while bare gRPC passes the same bytes on the same two cores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How much a greedy student delays a modest one at the same teacher: the 99th percentile of the modest one's latency.
 
-The modest student sends 4 rows at a time, the greedy one as many requests of 256 rows as its reader allows. The teacher
-sleeps 20 ms for up to 32 rows. `vs_peer` compares with two modest students, `vs_alone` with a single one.
+The modest student sends 4 rows at a time; the greedy one sends as many requests of 256 rows as its reader allows. The
+teacher sleeps 20 ms per batch of up to 32 rows. `vs_peer` compares with two modest students; `vs_alone` compares
+with a single one.
 """
 
 from __future__ import annotations

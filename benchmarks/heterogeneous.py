@@ -1,7 +1,7 @@
-"""Unequal and irregular teachers: the reader's throughput compared with the sum of their rates.
+"""The reader's throughput with unequal and irregular teachers, compared with the sum of the teachers' rates.
 
-Three teachers sleep 10 ms per batch and one 40 ms; every 33rd batch takes ten times as long. At half pace, a student
-uses half of the teachers' capacity.
+Three teachers sleep 10 ms per batch and a fourth sleeps 40 ms; every 33rd batch takes ten times as long. A student at
+half pace uses half of the teachers' capacity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a student notices when one of four teachers gets SIGKILL in the middle of an epoch.
 
-`after_kill` is the throughput in the five seconds after the kill, divided by three quarters of that before. Each batch
-must arrive once, in order, with its own labels. The teachers sleep 20 ms per batch.
+`after_kill` is the throughput in the five seconds after the kill, divided by three quarters of the throughput before
+it. Each batch must arrive once, in order, with its own labels. The teachers sleep 20 ms per batch.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def measure(options: Options) -> dict[str, list[float]]:
             resent_s.append(min(found) if found else float("nan"))
             teachers.append(start())
     slowest = max(resent_s)
-    note(f"Seconds until another teacher answered the dead one's batches: {Spread.of(resent_s)}, goal below 1.")
-    note(f"None of {len(student.delivered):,} batches was lost, repeated, out of order or wrongly labelled.\n")
+    answered_s = Spread.of(resent_s)
+    note(f"Another teacher answered the first of the dead teacher's batches after {answered_s} s (goal: below 1 s).")
+    note(f"None of the {len(student.delivered):,} batches was lost, repeated, out of order or wrongly labelled.\n")
     if not slowest < _RESENT_WITHIN_S:
         note("**The first resent answer came too late.**\n")
     return {"after_kill": ratios}

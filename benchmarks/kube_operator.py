@@ -1,8 +1,8 @@
 """How much the operator loads a Kubernetes cluster, and how long it takes to reconcile jobs.
 
 200 `ElasticJob`s are created at once in a real cluster without room for most of them. `condition_s` is the 99th
-percentile of the time to a job's first condition, `reconcile_p99_s` that of a reconciliation, and `idle_requests_per_s`
-counts requests to the API server once everything has settled. `KUBECONFIG` names the cluster.
+percentile of the time to a job's first condition, and `reconcile_p99_s` that of a reconciliation's duration.
+`idle_requests_per_s` counts requests to the API server once everything has settled. `KUBECONFIG` names the cluster.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _measure_round(client: KubeClient, options: Options) -> dict[str, float]:
                 running = sum(pod.get("status", {}).get("phase") == "Running" for pod in pods)
                 note(
                     f"- {count} jobs: {running} of {len(pods)} workers run; first condition after "
-                    f"{_quantile(conditions.seconds, 0.5):.2f} s in the median, "
-                    f"{max(conditions.seconds):.2f} s at most; "
+                    f"{_quantile(conditions.seconds, 0.5):.2f} s (median) and at most "
+                    f"{max(conditions.seconds):.2f} s; "
                     f"{before} requests until all had settled."
                 )
                 looks = min(OperatorSettings.resync_rate, count / OperatorSettings.resync_s)

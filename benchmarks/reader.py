@@ -1,7 +1,7 @@
-"""Rows per second through the reader and the teacher server, compared with a bare gRPC client and server, and PyTriton.
+"""Rows per second through EDL's reader and teacher server, compared with bare gRPC and with PyTriton.
 
 A teacher that computes nothing gets batches of 32 images (3x224x224, uint8 or float32) and returns 1,000 float32
-values per row, over loopback TCP or shared memory.
+values per image, over loopback TCP or shared memory.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""How soon the others finish another step after one of three ranks gets SIGKILL, and how many steps are lost.
+"""After one of three ranks gets SIGKILL: how soon the others finish another step, and how many steps are lost.
 
 All sides train the same model (8.4 million parameters, gloo; each step sleeps 60 ms instead of using a GPU). torchrun
 and Ray Train (an elastic group) run workers on one node with checkpoints every 20 steps. torchft runs three replica
 groups and is compared with three nodes of `edl run`.
 
-- `sooner`, `vs_ray_train`, `vs_torchft`: the seconds of torchrun, Ray Train and torchft, divided by those of `edl run`.
-- `steps_lost`: steps that were repeated, divided by the interval between snapshots.
-- `join`: the longest pause of two nodes when a third joins, torchrun's divided by that of `edl run` (`join_s`).
-- `..._dynamic_rendezvous`: the same if torchrun's store outlives the nodes, for a node that dies or joins.
-- `lost_host_s`, `killed_host_s`: all packets of one of three hosts are dropped, or its processes are killed.
+- `sooner`, `vs_ray_train`, `vs_torchft`: the time of torchrun, Ray Train and torchft, divided by that of `edl run`.
+- `steps_lost`: the number of repeated steps, divided by the interval between snapshots.
+- `join`: the longest pause of two nodes when a third joins under torchrun, divided by that under `edl run` (`join_s`).
+- `..._dynamic_rendezvous`: the ratios when a node dies or joins and torchrun's store outlives the nodes.
+- `lost_host_s`, `killed_host_s`: the time when one of three hosts loses all packets, or its processes are killed.
 - `p50_s`, `p99_s`, `max_s`, `hangs`: over many consecutive kills, at any moment of a step.
-- `bare_p50_s`, `bare_p99_s`: what forked ranks need without EDL: a process that has imported torch forks three, which
-  form a group, build the model, copy a state from memory and finish a step. `vs_bare` divides this time by that of
-  `edl run`, which also notices the death and agrees on a new group.
+- `bare_p50_s`, `bare_p99_s`: the time that forked ranks need without EDL: a process that has imported torch forks three
+  ranks, which form a group, build the model, copy a state from memory and finish a step. `vs_bare` divides this time by
+  that of `edl run`, which also notices the death and agrees on a new group.
 """
 
 from __future__ import annotations

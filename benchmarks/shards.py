@@ -1,9 +1,9 @@
-"""How many shards a master hands out: transitions per second, each journalled before it is acknowledged.
+"""How fast a master hands out shards: transitions per second, each journalled before it is acknowledged.
 
 Handing out a shard and reporting it as done are two transitions. The journal is a SQLite file, synced at each commit.
-`per_s` is with the best numbers of workers and of shards per request, `single_per_s` with one shard per request.
-`vs_unjournalled` divides by the rate of an in-memory dictionary behind the same gRPC, as in DLRover and ElasticDL;
-`million_over_thousand` compares a million shards with a thousand.
+`per_s` uses the best numbers of workers and of shards per request; `single_per_s` uses one shard per request.
+`vs_unjournalled` divides by the rate of an in-memory dictionary behind the same gRPC service, as in DLRover and
+ElasticDL; `million_over_thousand` compares a million shards with a thousand.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Labels from language models: tokens per second, bytes and CPU per token, against vLLM's HTTP API and padding.
+"""Labels from language models: tokens/s, and bytes and CPU time per token, compared with vLLM's HTTP API and padding.
 
 All sides use the same tiny random Llama on one thread, and request the 64 likeliest tokens at each position of
-sequences of 16 to 510 tokens. `vs_vllm_http` compares with a client that calls vLLM over HTTP, as TRL does, `vs_padded`
-with padded batches. `client_cpu_vs_json` is the CPU per token of a student that uses a gateway, divided by that for
-parsing vLLM's JSON.
+sequences of 16 to 510 tokens. `vs_vllm_http` compares EDL with a client that calls vLLM over HTTP, as TRL does;
+`vs_padded` compares it with padded batches. `client_cpu_vs_json` is the CPU time per token of a student that uses a
+gateway, divided by that for parsing vLLM's JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GOALS = [
 ]
 _WAYS = {
     "rows": "reader, `edl serve --hf`",
-    "padded": "the same, padded to the longest sequence",
+    "padded": "reader, `edl serve --hf`, padded to the longest sequence",
     "gateway": "reader, `edl register vllm://`",
     "http": "vLLM's JSON over HTTP",
 }

@@ -74,7 +74,7 @@ def table(results: dict[str, Any]) -> str:
     rows.append(f"| the teacher | 1 | {teacher['perplexity']:.2f} | | | |")
     rows += [
         "",
-        "| difference, lowest to highest of the seeds | perplexity | nats from the teacher |",
+        "| mean difference (lowest to highest of the seeds) | perplexity | nats from the teacher |",
         "|" + " --- |" * 3,
     ]
     for arm, other in (
@@ -90,9 +90,10 @@ def table(results: dict[str, Any]) -> str:
     kinds = sorted({kind for runs in by_arm.values() for run in runs for kind in run["teachers"].values()})
     rows += [
         "",
-        f"The teacher has {teacher['parameters']:,} parameters and {teacher['tokens']:,} tokens of {teacher['files']} "
-        f"files, a student {student['parameters']:,} parameters. Held out are {teacher['held_out_files']} files with "
-        f"{teacher['held_out_tokens']:,} tokens, of Python {teacher['python']}. Teachers: {' and '.join(kinds)}.",
+        f"The teacher has {teacher['parameters']:,} parameters and learned from {teacher['tokens']:,} tokens in "
+        f"{teacher['files']} files; a student has {student['parameters']:,} parameters. The "
+        f"{teacher['held_out_files']} held-out files have {teacher['held_out_tokens']:,} tokens "
+        f"(Python {teacher['python']}). Teachers were served by {' and '.join(kinds)}.",
         "",
         "![Both measures of every student, and the teachers of a killed run](students.png)",
     ]

@@ -18,8 +18,8 @@ options = parser.parse_args()
 NETS = {"bow": "BOW (Paddle)", "cnn": "CNN", "lstm": "LSTM"}
 ARMS = {  # taught, more text
     (False, False): "hard labels",
-    (False, True): "hard labels, and texts that it labelled itself",
-    (True, False): "distilled, the same texts",
+    (False, True): "hard labels, and texts labelled by the student",
+    (True, False): "distilled, labelled texts only",
     (True, True): "distilled, with unlabelled texts",
 }
 results = [json.loads(line) for line in options.results.read_text().splitlines()]
@@ -54,14 +54,14 @@ print("| | " + " | ".join(NETS.values()) + " |")
 print("| --- |" + " ---: |" * len(NETS))
 for arm, name in enumerate(ARMS.values()):
     print(f"| {name} | " + " | ".join(shown(list(cells[net, arm].values())) for net in NETS) + " |")
-print("\n| gain, lowest to highest of the seeds | " + " | ".join(NETS.values()) + " |")
+print("\n| mean gain (lowest to highest of the seeds) | " + " | ".join(NETS.values()) + " |")
 print("| --- |" + " ---: |" * len(NETS))
 for name, arm, other in (
-    ("of the teacher, on the same texts", 2, 0),
-    ("of the texts, without a teacher", 1, 0),
-    ("of the teacher, both with all texts", 3, 1),
-    ("of the texts, both with a teacher", 3, 2),
-    ("of both", 3, 0),
+    ("from the teacher, with labelled texts only", 2, 0),
+    ("from more texts, without a teacher", 1, 0),
+    ("from the teacher, with all texts", 3, 1),
+    ("from more texts, with a teacher", 3, 2),
+    ("from both", 3, 0),
 ):
     print(f"| {name} | " + " | ".join(difference(net, arm, other) for net in NETS) + " |")
 

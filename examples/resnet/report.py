@@ -56,7 +56,7 @@ def table(results: dict[str, Any]) -> str:
     """Return the Markdown table: the mean and standard deviation of each arm over the seeds."""
     by_arm = arms(results["runs"])
     rows = [
-        "| student | seeds | right | images sent again | CPU a step |",
+        "| student | seeds | accuracy | images sent again | CPU per step |",
         "|" + " --- |" * 5,
     ]
     for arm, runs in by_arm.items():
@@ -68,7 +68,7 @@ def table(results: dict[str, Any]) -> str:
     teacher = results["teacher"]
     rows.append(f"| the teacher, {teacher['parameters']:,} parameters | 1 | {100 * teacher['accuracy']:.1f}% | | |")
     if speeds := arms(results["runs"], SPEEDS):
-        rows += ["", "| student on half of the cores | runs | steps a second |", "|" + " --- |" * 3]
+        rows += ["", "| student on half of the cores | runs | steps per second |", "|" + " --- |" * 3]
         for arm, runs in speeds.items():
             rates = [steps_a_second(run) for run in runs]
             rows.append(f"| {SPEEDS[arm]} | {len(runs)} | {spread(rates, 1)} |")

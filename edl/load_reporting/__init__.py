@@ -6,7 +6,7 @@ publisher's own clock. So a single record is enough to compute rates, clocks on 
 and a restarted process gets a new record instead of a counter that falls. `read_service` turns all records of a service
 into rates.
 
-Publishing never disturbs the process: if the Store is unreachable, slow or full, it only logs a line.
+Publishing never disturbs the process: if the Store is unreachable, slow or full, the publisher only logs a line.
 """
 
 from __future__ import annotations

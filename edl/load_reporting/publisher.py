@@ -201,7 +201,7 @@ def _printable(value: Any) -> Any:
 
 
 def _without_times(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a record whose change is worth a rewrite: all but the clock.
+    """Return the part of a record whose change is worth a rewrite: everything but the times.
 
     There is one exception: the first sample gives no rate, so the second sample is written even if its counters are
     equal.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 """Version of the format: records of other versions are skipped, since their fields may mean something else."""
 MAX_TEACHERS = 64
-"""Most teachers listed in a student's record: the list is for people, and a record has to stay small."""
+"""Maximum number of teachers listed in a student's record: the list is for people, and a record has to stay small."""
 _MAX_TEXT = 1024  # characters: registry ids have up to 512, and unprintable ones are escaped
 _MAX_BYTES = 256 * 1024  # the largest value of a Store
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -173,7 +173,7 @@ class ServiceLoad:
 
     @property
     def wait_share(self) -> float | None:
-        """Share of their time that students spent waiting, without idle students; None if all are idle."""
+        """Share of their time that students spent waiting, not counting idle students; None if all are idle."""
         seconds = sum(student.seconds for student in self.waiting)
         return sum(student.wait_share * student.seconds for student in self.waiting) / seconds if seconds else None
 
@@ -288,7 +288,7 @@ def parse_record(key: str, value: bytes) -> StudentRate | TeacherRate:
 def _student_rate(publisher: str, fields: Mapping[str, Any], since: Mapping[str, Any]) -> StudentRate:
     teachers = fields.get("teachers", [])
     if not isinstance(teachers, list) or len(teachers) > MAX_TEACHERS:
-        raise ValueError(f"its field 'teachers' is not a list of at most {MAX_TEACHERS}")
+        raise ValueError(f"its field 'teachers' is not a list of at most {MAX_TEACHERS} ids")
     seconds = _read_seconds(fields, since)
     rows_asked, rows = _read_counter(fields, since, "rows_asked")
     waited_s, wait_s = _read_counter(fields, since, "wait_s")
@@ -352,7 +352,7 @@ def _compute_rate(workers: int, rows: float | None, compute_s: float | None) -> 
 
 
 def _read_seconds(fields: Mapping[str, Any], since: Mapping[str, Any]) -> float:
-    """Return the time between the record's two samples, 0 if it is too short for a rate."""
+    """Return the seconds between the record's two samples, 0 if they are too close for a rate."""
     _, seconds = _read_counter(fields, since, "t")
     return seconds if seconds >= _SHORTEST_S else 0.0
 

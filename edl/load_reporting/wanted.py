@@ -29,7 +29,7 @@ def read_wanted(store: Store, kind: WantedKind, name: str) -> dict[str, Any] | N
     """Read how many teachers or workers are wanted.
 
     Args:
-        store: Store where masters write it.
+        store: Store where masters write these numbers.
         kind: "teachers" of a service, or "workers" of a job.
         name: Name of the service or job.
 
@@ -68,7 +68,7 @@ def read_all_wanted(store: Store) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def parse_wanted(key: str, value: bytes) -> dict[str, Any] | None:
-    """Return the fields of a record; None if it is unusable: then its key is logged at level DEBUG."""
+    """Return the fields of a record; None if the record is unusable (its key is then logged at level DEBUG)."""
     try:
         fields = json.loads(value)
     except (ValueError, RecursionError):

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ACCEPTED = "accepted are sqlite:///absolute/path/to/file, and store:JOB together with a store"
+_ACCEPTED = "use sqlite:///absolute/path/to/file, or store:JOB together with a store"
 
 
 def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0) -> Journal:
@@ -89,7 +89,7 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
 
 
 def set_aside(url: str) -> None:
-    """Rename an unused journal's file, so the next journal there starts empty; SettingsError if that fails."""
+    """Rename an unused journal's file, so the next journal at `url` starts empty; SettingsError if that fails."""
     path = Path(_path(url))
     kept = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
     try:
@@ -122,8 +122,7 @@ class Journal(Resource, abc.ABC):
       every call but `close`; a new object reads the actual state.
     - **Damage** to the journal raises a `ProtocolError`.
     - **Threads and forks.** Methods may be called from several threads; the calls run one at a time. A forked child
-      must not
-      use the journal: methods raise `ClosedError`, and `close` does nothing.
+      must not use the journal: all methods raise `ClosedError`, except `close`, which does nothing.
     - **Time.** Every call has a deadline of a few seconds, the `timeout_s` passed to `open_journal`.
 
     An implementation runs each of its calls in a `_turn`, and passes `tests/fast/master/test_journal.py`.
@@ -143,7 +142,7 @@ class Journal(Resource, abc.ABC):
 
     @abc.abstractmethod
     def begin_term(self) -> int:
-        """Become the only writer, before `load`; return the term's number, larger than those of all earlier terms."""
+        """Become the only writer; call this before `load`. Return the term's number, which exceeds all earlier ones."""
 
     @abc.abstractmethod
     def load(self) -> tuple[bytes | None, list[bytes]]:
@@ -151,11 +150,11 @@ class Journal(Resource, abc.ABC):
 
     @abc.abstractmethod
     def append(self, records: Sequence[bytes]) -> None:
-        """Write a group of records of any size. After this returns, they survive a crash and a power failure."""
+        """Write a group of records of any size. After this returns, the records survive a crash and a power failure."""
 
     @abc.abstractmethod
     def snapshot(self, state: bytes) -> None:
-        """Replace all records so far with `state`, atomically: no reader sees half of each."""
+        """Replace all records so far with `state`, atomically: no reader sees a mixture of the two."""
 
     @contextlib.contextmanager
     def _turn(self, what: str) -> Iterator[None]:
@@ -204,7 +203,8 @@ _TABLES: Final = Tables(
 class SqliteJournal(Journal):
     """A journal in a file, in WAL mode with `synchronous=FULL`: every commit is written through to the disk.
 
-    Locks are held only during transactions, so another process can begin a term at any time, which fences this one.
+    Locks are held only during transactions, so another process can begin a term at any time, and thereby fence this
+    process.
     """
 
     def __init__(self, path: str, *, timeout_s: float) -> None:
@@ -266,7 +266,11 @@ class SqliteJournal(Journal):
         if not self._term or term != self._term:
             raise LeaseLostError(
                 f"journal {self.name}: "
-                + (f"term {term} has begun, this one is {self._term}" if self._term else "no term was begun")
+                + (
+                    f"term {term} has begun, but this journal object is for term {self._term}"
+                    if self._term
+                    else "no term was begun"
+                )
             )
 
     def _check_data(self, what: str, data: Any, checksum: Any) -> None:
@@ -284,16 +288,17 @@ class SqliteJournal(Journal):
 # --- In a Store. ---
 
 _CHUNK: Final = 128
-"""Values per folder. They are read together, since reading them one by one takes a millisecond each. At most 24 MB;
-etcd's client allows 64 MB."""
+"""Values per folder. A folder's values are read together, since reading them one by one takes a millisecond each. They
+have at most 24 MB; etcd's client allows 64 MB."""
 _MOST_VALUES: Final = 2000  # of records until a snapshot is due: the next writer reads these in about a second
 _TAIL: Final = 16
-"""Number of values deleted after the last group of an earlier term: the term's writer may have died while writing a
-group of up to 3 MB."""
+"""When a term begins, this many values that would follow the last group of the previous term are deleted: that term's
+writer may have died while writing a group of up to 3 MB."""
 _FORMAT: Final = 2  # 1 leased the last units of growing data elsewhere: its records would be replayed wrongly
 _RECORD: Final = struct.Struct("!QI")  # before each record: its length, and its CRC-32
 _VALUE_NBYTES: Final = 190_000
-"""Largest value: Consul's transactions take 512 KiB of JSON with base64 data, and EDL's store takes 256 KiB."""
+"""Largest size of a value in bytes: Consul's transactions take 512 KiB of JSON with base64 data, and EDL's store takes
+256 KiB."""
 
 
 def _split_records(data: bytes) -> list[bytes]:
@@ -480,7 +485,9 @@ class StoreJournal(Journal):
 
     def _commit(self, head: _Head) -> None:
         if not self._set_head(head, self._version):
-            raise LeaseLostError(f"journal {self.name}: another master has begun a term; this one is {self._term}")
+            raise LeaseLostError(
+                f"journal {self.name}: another master has begun a term; this journal object is for term {self._term}"
+            )
 
     def _set_head(self, head: _Head, version: int | None) -> bool:
         """Set the head if its version is `version`; return whether it was set.
@@ -544,7 +551,7 @@ class StoreJournal(Journal):
         self._sweeper.wake()
 
     def _delete_value(self) -> float:
-        """Delete a garbage value, in a separate thread: commits must not wait for it."""
+        """Delete a garbage value; return the seconds until the next. Runs in its own thread: commits must not wait."""
         if not self._sweeping:
             return 3600.0
         run, number = self._sweeping[0]

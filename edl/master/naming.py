@@ -25,12 +25,12 @@ REFUSALS: Final[dict[str, type[EDLError]]] = {
     "FAILED_PRECONDITION": LeaseLostError,
     "DATA_LOSS": ProtocolError,
 }
-"""gRPC status codes in a master's replies, and EDL's errors for them. Any other code means that the call is to be
+"""gRPC status codes in a master's replies, and EDL's errors for them. After any other code, the call should be
 retried."""
 
 
 def candidacy(job: str) -> str:
-    """Return the name that a job's masters compete for (`Store.elect`)."""
+    """Return the name of the election among a job's masters (`Store.elect`)."""
     return f"masters/{job}"
 
 

@@ -4,10 +4,10 @@ The caller's threads put reports and requests into an outbox and take shards fro
 never waits for the network. Each turn sends the pending reports, requests as many shards as the reader has room for,
 and renews all leases of the reader's session. Turns are numbered within a session. If a reply is lost, the same turn is
 sent again, to this master or to its successor; the turn is applied only once. If the master no longer knows a session,
-a new session replaces it; by then, other readers have the shards of the old session.
+a new session replaces it. By then, the shards of the old session belong to other readers.
 
-No locks are used here, so a signal handler may close the reader in the middle of any call. State that both sides change
-is changed in single steps that are atomic in Python.
+No locks are used here, so a signal handler may close the reader in the middle of any call. The caller's threads and
+this thread change shared state only in single steps that are atomic in Python.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _IDLE_S: Final = 3600.0  # new work wakes the thread
 _CLOSE_S: Final = 3.0  # for `close` to send the last reports; an unclosed session expires by itself
 _DONE_S: Final = 5.0  # without a master until a done job counts as over: another master may start
 _RESUME_RETRY_S: Final = 1.0
-"""Time between attempts to resume at a mark that another reader holds. That reader may be dead; then its session will
+"""Seconds between attempts to resume at a mark that another reader holds. If that reader is dead, its session will
 expire."""
 _ASK_S: Final = 0.01  # between requests for shards while there are none, so that the master is not flooded
 _MOST_REPORTS: Final = 4096  # per turn, so that a turn is applied in milliseconds
@@ -77,7 +77,7 @@ class Shard:
 
 @dataclass(eq=False, slots=True)
 class Report:
-    """The outcome of a shard: `units` are done if it is unfinished; `refused` is the master's reason for a refusal."""
+    """A shard's outcome. `units` of an unfinished shard are done; `refused` is why the master refused the report."""
 
     shard: Shard
     outcome: Outcome
@@ -101,7 +101,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _OpenShard:
-    """A received shard that was not reported yet, or whose report was not answered yet."""
+    """A received shard that has not been reported yet, or whose report has not been answered yet."""
 
     shard: Shard
     touched_at: float
@@ -158,7 +158,7 @@ class ShardSession:
         return [(self, shard) for shard in given]
 
     def is_same(self, reply: messages.NextReply) -> bool:
-        """Whether the reply to a request to reopen this session describes it, not a new session with its name."""
+        """Whether a reply to the reopening of this session describes this session, not a new one of the same name."""
         answered = self._turns - (self.in_flight is not None)
         return reply.last_request in (answered, self._turns)
 
@@ -250,10 +250,10 @@ class Conversation:
             self._hungry.pop()
 
     def rest(self, timeout_s: float) -> bool:
-        """Stop requesting shards until `take` is called; return whether this reader has none as the master had none.
+        """Stop requesting shards until `take` is called; return whether neither this reader nor the master has any.
 
-        Without this, two readers that ask the master which other readers have shards could see each other's shards, and
-        both leave. Waits up to `timeout_s` seconds for the reply to a turn in flight.
+        Without this call, two readers that ask the master which other readers have shards could see each other's
+        shards, and both would leave. Waits up to `timeout_s` seconds for the reply to a turn in flight.
         """
         self._paused = True
         self._changed.wait_for(lambda: not self._asking or self._failure is not None or self._ending, timeout_s)
@@ -281,7 +281,7 @@ class Conversation:
         self._await(lambda: all(report.answered for report in reports), _IDLE_S)
 
     def mark(self, consumed: Mapping[int, int]) -> tuple[str, int]:
-        """Journal a position: `consumed` units of open shards, by lease. Return the session and number of the mark."""
+        """Journal a position; return its session and mark number. `consumed` maps open leases to consumed units."""
         found: tuple[str, int] = self._demand(_Request(partial(self._set_mark, consumed)))
         return found
 
@@ -293,7 +293,7 @@ class Conversation:
         self._demand(_Request(partial(self._resume, wanted)))
 
     def _demand(self, request: _Request) -> Any:
-        """Wait until a request is done. After an error, the request is withdrawn, so it is not done later."""
+        """Wait until a request is done. If this raises an error, the request is withdrawn and not sent later."""
         self._outbox.append(request)
         self._thread.wake()
         try:
@@ -347,7 +347,7 @@ class Conversation:
         if self._failure is not None and not condition():
             raise type(self._failure)(str(self._failure)) from self._failure
         if self._ending and not condition():
-            raise ClosedError("ShardReader was closed meanwhile")
+            raise ClosedError("ShardReader was closed in the meantime")
 
     def _withdraw(self, request: Report | _Request) -> None:
         with contextlib.suppress(ValueError):
@@ -441,7 +441,9 @@ class Conversation:
             why = f"{self._holder} has done nothing with it for {self._stuck_s:g} s (stuck_s)"
             if self.by_checkpoint:  # the caller's state may include samples of it
                 raise LeaseLostError(f"shard {shard.shard}: {why}")
-            logger.warning("shard %d of %s was not reported, and goes to others: %s", shard.shard, self.dataset, why)
+            logger.warning(
+                "shard %d of %s was not reported, and goes to other readers: %s", shard.shard, self.dataset, why
+            )
             self._outbox.appendleft(Report(shard, "returned" if self.spec.ignore_expiries else "failed", why))
 
     @property
@@ -451,7 +453,7 @@ class Conversation:
 
     @property
     def _room(self) -> int:
-        """How many more shards the reader can use: none until half of the prefetched ones are gone."""
+        """How many more shards to request: none until half of the prefetched shards have been taken."""
         if not self._reading or self.finished or (self._paused and not self._hungry):
             return 0
         has, room = len(self._inbox), max(self._prefetch, len(self._hungry))
@@ -491,7 +493,7 @@ class Conversation:
         return reply
 
     def _attached(self) -> ShardSession:
-        """Return the session, after opening it at the master that leads now if necessary."""
+        """Return the session; if necessary, open it first at the master that leads now."""
         if self._connection is None:
             self._connection = self._client.connect()
             self._connection.on_stream_end = self._thread.wake  # notices at once if the master ends the session
@@ -618,7 +620,8 @@ class Conversation:
                 self._close_session(session, self.commit)
                 if self._unmarked and self.by_checkpoint and not self.commit:
                     logger.warning(
-                        "%d shards of %s were done after the last state_dict(), and go to others: save before close()",
+                        "%d shards of %s were done after the last state_dict(), and go to other readers:"
+                        " save before close()",
                         *(self._unmarked, self.dataset),
                     )
         except EDLError as exc:
@@ -626,7 +629,7 @@ class Conversation:
         self._drop_connection()
 
     def _lose_session(self, why: str) -> None:
-        """Begin a new session; the shards of the old one belong to other readers."""
+        """Begin a new session; the shards of the old session belong to other readers."""
         session, self._session = self._session, None
         self._none_left = False
         self._inbox.clear()
@@ -646,7 +649,7 @@ class Conversation:
             logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self.dataset, why)
 
     def _job_is_done(self) -> bool:
-        """End if the job's master ended with all data sets done, and no other master has started for a while."""
+        """End if the job's master ended with all data sets done and has had no successor for a while."""
         if self.wait.away_s < _DONE_S:
             return False
         report = self._client.final_report()

@@ -1,7 +1,7 @@
 """Calls to a job's master, which wait while no master is available, and the channel for these calls.
 
-Only `MasterConnection` translates gRPC's errors to EDL's. A `NoMasterError` means that no master answers, and callers
-wait until one does; all other errors are answers from the master.
+Only `MasterConnection` translates gRPC's errors to EDL's. A `NoMasterError` means that no master answers; callers then
+wait until a master does. All other errors are answers from the master.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEFAULT_TIMEOUT_S: Final = 300.0
 CALL_S: Final = 10.0  # a commit takes milliseconds, or up to 5 s, the deadline of a Store with several hosts
 STREAM_S: Final = 60.0  # gRPC ends a stream at this age, so a hung master is noticed by then
 RENEW_STREAM_S: Final = 30.0
-"""An idle stream of this age is replaced: the reply to a turn on it would have less than `STREAM_S` left."""
+"""An idle stream of this age is replaced: otherwise, too little of `STREAM_S` would be left for the reply to a turn."""
 _RETRY_S: Final = (0.1, 1.0)  # seconds, first and longest wait: a restarted master answers after half a second
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
@@ -80,7 +80,7 @@ class MasterConnection(Resource):
         self._stream_opened = 0.0
 
     def call(self, method: str, request: Message, reply: type[R], timeout_s: float = CALL_S) -> R:
-        """Make a unary call. After a NoMasterError, the master may or may not have received it."""
+        """Make a unary call. After a NoMasterError, the master may or may not have received the call."""
         self._check()
         with self._translating():
             serialize = type(request).SerializeToString
@@ -143,7 +143,8 @@ class MasterConnection(Resource):
             return REFUSALS[code.name](words)
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return RejectedError(
-                f"the master at {self.endpoint} refuses this process: {words}; name its tokens in EDL_TOKEN_FILE"
+                f"the master at {self.endpoint} refuses this process: {words}; set EDL_TOKEN_FILE to the file"
+                " with its tokens"
             )
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return NoMasterError(f"the server at {self.endpoint} is not a master of EDL: {words}")
@@ -157,7 +158,7 @@ class MasterConnection(Resource):
 
 
 class MasterWait:
-    """Tracks how long the master of `job` has been unreachable. For one thread; others may read `away_since`."""
+    """Tracks how long the master of `job` has been unreachable. For one thread; other threads may read `away_since`."""
 
     def __init__(self, job: str, timeout_s: float) -> None:
         self._job = job
@@ -168,7 +169,7 @@ class MasterWait:
 
     @property
     def away_s(self) -> float:
-        """Seconds for which no master has answered; 0.0 while it does."""
+        """Seconds for which no master has answered; 0.0 while a master answers."""
         since = self.away_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -177,7 +178,7 @@ class MasterWait:
         if self.away_since is None:
             self.away_since = time.monotonic()
         if type(exc) is not type(self._last):  # a master that now answers may lack the data set
-            what = "answers without the data set" if isinstance(exc, NotCreatedError) else "does not answer"
+            what = "answers, but does not have the data set" if isinstance(exc, NotCreatedError) else "does not answer"
             logger.warning(
                 "the master of job %r %s (%s): waiting for up to %g s", self._job, what, exc, self._timeout_s
             )
@@ -202,7 +203,7 @@ class MasterWait:
 
 
 class MasterClient(Resource):
-    """Calls to the master of a job. Thread-safe; a forked child needs its own.
+    """Calls to the master of a job. Thread-safe. A forked child needs its own client.
 
     A call waits while the job has no master or its master does not answer, and logs that it waits. Every call may raise
     `NoMasterError` once the master has been unreachable for `timeout_s`, and `ClosedError` after `close`. Calls that
@@ -210,7 +211,8 @@ class MasterClient(Resource):
 
     Args:
         job: Name of the job.
-        store: The Store in which the job's masters compete, or its URL. Default: from the environment.
+        store: The Store in which the job's masters elect a leader, or the URL of that Store. Default: from the
+            environment.
         endpoint: `host:port` of the master, instead of a Store.
         timeout_s: Seconds that a call waits for an unreachable master.
         credentials: Certificates and tokens. Default: from the environment.
@@ -254,7 +256,8 @@ class MasterClient(Resource):
         self._connection: MasterConnection | None = None
         self._changed = Notifier()
         self.restored: Final = Counter[str]()
-        """How often this client has reset a data set: its readers then drop their prefetched shards at once."""
+        """How often this client has reset each data set. After a reset, the client's readers drop prefetched shards at
+        once."""
 
     def create_dataset(self, name: str, dataset: Dataset | messages.DatasetSpec) -> messages.DatasetSpec:
         """Create a data set for the master to hand out. Does nothing if an identical data set exists under this name.
@@ -264,7 +267,7 @@ class MasterClient(Resource):
             dataset: The data set as `open_dataset` returns it, or its specification.
 
         Returns:
-            The specification at the master.
+            The specification that the master has.
 
         Raises:
             ConflictError: A different data set already has this name.
@@ -293,12 +296,12 @@ class MasterClient(Resource):
             return None
 
     def extend_dataset(self, name: str, units: int, index: bytes = b"", known: int | None = None) -> None:
-        """Tell the master that an endless source has grown. All of its units are handed out, the last in a short shard.
+        """Tell the master that an endless source has grown. All units are handed out, the last ones in a shorter shard.
 
         Args:
             name: Name of the data set.
             units: Total number of units.
-            index: Bytes to add to its index.
+            index: Bytes to add to the data set's index.
             known: Number of units that the index covered before. Default: any.
 
         Raises:
@@ -352,7 +355,8 @@ class MasterClient(Resource):
 
         Args:
             name: Name of the data set.
-            progress: The result of `progress`. None goes back to the beginning, for a job that finds no checkpoint.
+            progress: The result of `progress`. None resets the data set to its beginning, for a job that finds no
+                checkpoint.
 
         Raises:
             ConflictError: The progress belongs to a data set with a different specification.
@@ -390,7 +394,7 @@ class MasterClient(Resource):
         return connection
 
     def final_report(self) -> dict[str, Any] | None:
-        """Return the last report of a master that ended with all data sets done; None if another may follow it."""
+        """Return the last report of a master that ended with all data sets done; None if another master may follow."""
         if self._store is None:
             return None
         try:
@@ -402,7 +406,7 @@ class MasterClient(Resource):
         return report
 
     def _find(self) -> str:
-        """Return the leader's endpoint, the last known one if the Store is unreachable, or raise NoMasterError."""
+        """Return the leader's endpoint; if the Store is unreachable, the last known one. NoMasterError if unknown."""
         if self._store is not None:
             key = election_key(self.job)
             try:

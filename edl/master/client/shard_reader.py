@@ -1,4 +1,4 @@
-"""An iterator over the shards of a data set, which reports them and has a position that can be saved."""
+"""An iterator over the shards of a data set. It reports the shards, and its position can be saved."""
 
 from __future__ import annotations
 
@@ -52,17 +52,16 @@ class ShardReader(Resource):
 
     Args:
         client: Client of the job.
-        dataset: Name of the data set at the master. A reader waits until it has been created.
+        dataset: Name of the data set at the master. A reader waits until the data set has been created.
         holder: Displayed name. Default: the host and the process id.
         prefetch: Number of shards to prefetch, in addition to the shards that the caller has.
-        samples: Your own source of samples, for data sets that do not name a source that a worker may open
-            (`load_dataset`).
-        explicit: Report only by `report_done`, `report_failed` and `give_back`.
+        samples: Your own source of samples, for data sets whose source a worker cannot open itself (`load_dataset`).
+        explicit: Whether shards are reported only when you call `report_done`, `report_failed` or `give_back`.
         on_poisoned: "raise" or "warn": what to do at the end of the iteration if shards were given up.
         stuck_s: Seconds after which a shard that the caller does not work on goes to other readers, with a failure
-            counted. If a shard takes longer, raise this limit, or call `consume` from time to time; `samples` calls it
-            with each sample. Prefetched shards that the caller does not take in that time are returned, without a
-            failure.
+            counted. If a shard takes longer, raise this limit, or call `consume` from time to time. (`samples` calls
+            `consume` with each sample.) Prefetched shards that the caller does not take in that time are returned,
+            without a failure.
         may_leave: Called from time to time while an iterator waits for other readers' shards. If it returns True, the
             iteration ends, and other readers process returned shards.
 
@@ -111,7 +110,7 @@ class ShardReader(Resource):
 
     @property
     def by_checkpoint(self) -> bool:
-        """Whether shards count as done at a `state_dict`, not when reported. Known once a shard was received."""
+        """Whether shards count as done at a `state_dict`, not when reported. Known once a shard has been received."""
         return self._conversation.by_checkpoint
 
     @property
@@ -121,14 +120,14 @@ class ShardReader(Resource):
 
     @property
     def refused(self) -> int:
-        """Number of this reader's reports that the master refused: the shards belonged to another reader by then."""
+        """Number of this reader's reports that the master refused because the shard belonged to another reader."""
         return self._conversation.refused
 
     @property
     def away_s(self) -> float:
         """Seconds for which no master has answered this reader; 0.0 while a master answers.
 
-        For callers of `take` with timeouts shorter than the client's `timeout_s`.
+        Useful if you call `take` with timeouts shorter than the client's `timeout_s`.
         """
         return self._conversation.wait.away_s
 
@@ -184,8 +183,8 @@ class ShardReader(Resource):
         Raises:
             SettingsError: The data set cannot be opened here.
             PoisonedShardsError: At the end, unless `on_poisoned` is "warn".
-            Exception: The code of yours that makes the samples raised this error. The shard is reported as failed; call
-                this again to continue with the next shard.
+            Exception: Your code that makes the samples raised this error. The shard is reported as failed; call this
+                again to continue with the next shard.
         """
         shard = self._current if self._sampling else None
         while True:
@@ -224,8 +223,8 @@ class ShardReader(Resource):
 
         Args:
             shard: A shard that this reader gave you.
-            wait: Return only once the master has journalled the report. Otherwise return at once; if the master refuses
-                the report, that is logged.
+            wait: Whether to return only once the master has journalled the report. If False, this returns at once, and
+                a refusal by the master is only logged.
 
         Raises:
             LeaseLostError: The master refuses the report because the lease has expired; the message says who has the
@@ -234,7 +233,7 @@ class ShardReader(Resource):
         self._report(shard, "done", wait=wait)
 
     def report_failed(self, shard: Shard, reason: str, *, wait: bool = True) -> None:
-        """Report a shard as failed: another worker tries it, until it has failed too often.
+        """Report a shard as failed: another worker tries the shard, until it has failed too often.
 
         Args:
             shard: A shard that this reader gave you.
@@ -268,7 +267,7 @@ class ShardReader(Resource):
 
         Raises:
             LeaseLostError: See `report_done`; raised if at least one report was refused.
-            NoMasterError: The reports are sent once a master is back.
+            NoMasterError: No master answers. The reports are sent once a master is back.
         """
         self._check()
         reports = [Report(self._forget(shard), outcome, reason) for shard in shards]
@@ -288,7 +287,7 @@ class ShardReader(Resource):
             SettingsError: The shard has fewer units.
         """
         if not 0 <= units <= len(shard):
-            raise SettingsError(f"units={units!r}: the shard has {len(shard)}")
+            raise SettingsError(f"units={units!r}: the shard has only {len(shard)}")
         self._consumed[shard.id] = units
         self._conversation.touch(shard)
 
@@ -320,7 +319,7 @@ class ShardReader(Resource):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a reader's saved position: data that it read afterwards is handed out again, to any reader.
+        """Go back to a reader's saved position: data that was read after it is handed out again, to any reader.
 
         Args:
             state: The result of `state_dict`.

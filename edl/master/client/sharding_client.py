@@ -1,8 +1,8 @@
 """The API of ElasticDL and DLRover, as a thin layer over `ShardReader`.
 
 Names and semantics are those of `ShardingClient` and `IndexShardingClient` in DLRover's
-elastic_agent/sharding/client.py, and of ElasticDL's `DataShardService`, from which they are derived. The docstrings
-note any differences.
+elastic_agent/sharding/client.py, and of ElasticDL's `DataShardService`, from which DLRover's classes are derived. The
+docstrings note any differences.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ShardingClient(ShardReader):
 
     Raises:
         SettingsError: An argument is invalid.
-        ConflictError: A different data set has the name.
+        ConflictError: A different data set already has this name.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class ShardingClient(ShardReader):
             Whether these samples finished a shard; in that case the shard's report is in the master's journal.
 
         Raises:
-            LeaseLostError: A shard belonged to another reader by then; the other shards are reported.
-            NoMasterError: The shards are reported once a master is back.
+            LeaseLostError: A shard already belonged to another reader. The other shards were reported.
+            NoMasterError: No master answers. The shards are reported once a master is back.
         """
         self._check()
         finished: list[Shard] = []
@@ -156,7 +156,7 @@ class ShardingClient(ShardReader):
         return json.dumps({"dataset_name": self.dataset, "progress": progress})
 
     def restore_shard_from_checkpoint(self, shard_checkpoint: str) -> None:
-        """Reset the data set to earlier progress, for all workers; shards that any worker has are handed out again.
+        """Reset the data set to earlier progress, for all workers; shards that workers have now are handed out again.
 
         Args:
             shard_checkpoint: The result of `get_shard_checkpoint`.

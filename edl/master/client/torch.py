@@ -34,7 +34,7 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
     Args:
         job: Name of the job.
         dataset: Name of the data set at the master.
-        store: URL of the Store in which the job's masters compete. Default: from the environment.
+        store: URL of the Store in which the job's masters elect a leader. Default: from the environment.
         endpoint: `host:port` of the master, instead of a Store.
         timeout_s: Seconds to wait for an unreachable master.
         credentials: Certificates and tokens. Default: from the environment.
@@ -70,7 +70,7 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
             SettingsError: The data set has commit="checkpoint".
             PoisonedShardsError: At the end, if shards were given up.
             NoMasterError: The master was unreachable for `timeout_s`.
-            Exception: The code of yours that makes the samples raised this error. The shard is reported as failed.
+            Exception: Your code that makes the samples raised this error. The shard is reported as failed.
         """
         worker = torch.utils.data.get_worker_info()
         host = socket.gethostname()

@@ -1,4 +1,4 @@
-"""Idle capacity of a cluster: nodes and pods as JSON -> `ClusterCapacity`, which counts how many equal pods would fit.
+"""Idle capacity of a cluster: `ClusterCapacity` counts how many equal pods would fit, from nodes and pods as JSON.
 
 Amounts are whole thousandths, the smallest unit that Kubernetes schedules (a CPU's `1m`), so sums are exact. Without
 the read-only ClusterRole `edl-capacity` (permission to list and watch nodes and pods), capacity is unknown. The watch
@@ -41,7 +41,7 @@ def parse_allocatable(quantities: Mapping[str, Any]) -> Amounts:
 
 
 def parse_requests(resources: Mapping[str, Any]) -> dict[str, int]:
-    """Return a container's requests, rounded up; a limit without a request counts as a request. ValueError as above."""
+    """Return a container's requests, rounded up; a limit alone counts as one. ValueError if a quantity is invalid."""
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: math.ceil(parse_quantity(value) * ONE) for name, value in asked.items()}
 
@@ -56,8 +56,8 @@ def pod_requests(spec: Mapping[str, Any]) -> Amounts:
     """Return the requests of a pod as the scheduler counts them; ValueError if a quantity is invalid.
 
     Containers and sidecars (init containers that are restarted for ever) run together; other init containers run before
-    them, one after another, beside the sidecars already started. So a pod needs the larger of the two, plus the
-    overhead of its runtime class. Pod-level resources in `spec.resources` replace the sum:
+    them, one after another, beside the sidecars already started. So a pod needs the larger of these two amounts, plus
+    the overhead of its runtime class. Pod-level resources in `spec.resources` replace the sum:
     https://kubernetes.io/docs/concepts/workloads/pods/init-containers/#resource-sharing-within-containers.
     """
     running: dict[str, int] = {}
@@ -307,7 +307,7 @@ class ClusterCapacity:
         return pod is not None and (not node or pod.node == node)
 
     def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int | None:
-        """Return how many such pods could start now, after waiting pods not `ignored`.
+        """Return how many such pods could start now, behind the waiting pods that are not `ignored`.
 
         None if the pod is malformed: the API server refuses it with its own message.
         """
@@ -320,7 +320,7 @@ class ClusterCapacity:
             return None
 
     def list_gpus(self, is_lent: Callable[[PodClaim], bool], is_worker: Callable[[PodClaim], bool]) -> dict[str, int]:
-        """Return how many GPUs on each node jobs can share: idle GPUs that no pod waits for, and GPUs of lent pods.
+        """Return, by node, how many GPUs the jobs can share: idle GPUs that no pod waits for, and GPUs of lent pods.
 
         Lent pods are workers, whose GPUs an arbiter shares, and teachers on borrowed GPUs. If a node takes no new pods,
         or is gone, its workers keep their GPUs until their pods are asked to end: the node may be back in seconds.
@@ -378,7 +378,7 @@ class ClusterCapacity:
 
 
 def _comes_first(pod: PodClaim, claim: PodClaim) -> bool:
-    """Return whether a waiting pod is served before the claim, which is the newest: yes unless of lower priority."""
+    """Return whether a waiting pod is served before `claim`, which is newer: yes, unless its priority is lower."""
     return pod.priority is None or claim.priority is None or pod.priority >= claim.priority
 
 
@@ -387,12 +387,15 @@ def _count_of(requests: Amounts, free: Amounts) -> int:
 
 
 _KEPT_S: Final = 60.0
-"""How long the last capacity stays valid while the API server does not answer. After that, access was probably
-withdrawn."""
+"""How long the last capacity stays valid while the API server does not answer. If the silence lasts longer, access was
+probably withdrawn."""
 
 
 class CapacityWatch:
-    """Follows nodes and pods, and calls `on_change` when capacity may have changed, and `on_pod` as in `KubeWatch`."""
+    """Watches nodes and pods, and calls `on_change` when capacity may have changed.
+
+    `on_pod` is called with pods' events, like `KubeWatch`'s `on_change`.
+    """
 
     def __init__(
         self,

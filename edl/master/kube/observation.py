@@ -25,7 +25,7 @@ class Condition:
 def write_conditions(
     before: Sequence[Mapping[str, Any]], conditions: Sequence[Condition], generation: int, now_s: float
 ) -> list[dict[str, Any]]:
-    """Return `status.conditions`; an unchanged one keeps its transition time. Other ones in `before` are dropped."""
+    """Return `conditions` for a status; unchanged ones keep their transition times. Others in `before` are dropped."""
     former = {str(found.get("type")): found for found in before if isinstance(found, Mapping)}
     written = []
     for condition in conditions:
@@ -76,7 +76,7 @@ class EventNote:
 
 
 def describe_store(store: StoreAnswer) -> Condition:
-    """Return the condition `Accepted` of a valid spec, whose store may be refused or away nevertheless."""
+    """Return the condition `Accepted` of a valid spec; its store may still be refused or unreachable."""
     if store.refused:
         return Condition("Accepted", True, "StoreNotAllowed", store.refused)
     if store.unreachable:
@@ -108,7 +108,7 @@ class Plan:
         create: pods to create; an existing pod of the resource with that name is fine.
         scale: the object of the pool's `scaleTargetRef`, and its new replicas; None leaves them unchanged.
         delete_owner: delete the resource itself, `ttlSecondsAfterFinished` after its end.
-        requeue_s: seconds until the next reconciliation in any case; None for never.
+        requeue_s: seconds until the next reconciliation, even if nothing changes; None for never.
     """
 
     status: Object
@@ -124,7 +124,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class WorkProgress:
-    """Percentage of a job's work that is done, and seconds for the rest, as its master reports; None if unknown."""
+    """A job's progress from its master's report: percentage done, and remaining seconds; each is None if unknown."""
 
     percentage: int | None = None
     remaining_s: int | None = None
@@ -158,9 +158,9 @@ class OwnerObservation:
         now_s: Unix time.
         pods: members of the resource, from a live list.
         strangers: uids of pods that have the members' label but are not members, such as copies of a member's pod.
-        capacity: idle capacity of the cluster; None if the operator may not see it.
-        allocation: workers that arbitration gives this job; None if it takes no part.
-        starts_after: job that has waited so long that this one must not start before it; empty for none.
+        capacity: idle capacity of the cluster; None if the operator is not allowed to read it.
+        allocation: workers that arbitration gives this job; None if the job takes no part in arbitration.
+        starts_after: job that has waited so long that this job must not start before it; empty for none.
         service_holder: pool in another namespace that holds this pool's service; empty for none.
         target: object named by `scaleTargetRef`; None if it does not exist.
     """

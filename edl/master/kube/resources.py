@@ -163,7 +163,12 @@ def _read_owner(
     least = spec.read_count("minReplicas", default_min, most=MOST_MEMBERS)
     most = spec.read_count("maxReplicas", max(least, 1), 1, MOST_MEMBERS)
     if least > most:
-        spec.refuse("MinAboveMax", "minReplicas", least, f"above spec.maxReplicas, {most}: lower it, or raise that")
+        spec.refuse(
+            "MinAboveMax",
+            "minReplicas",
+            least,
+            f"above spec.maxReplicas ({most}): lower this field, or raise spec.maxReplicas",
+        )
     replicas = spec.read_count("replicas", None)
     if replicas == default_min:  # the CRD's default, without which `/scale` would fail; counts as the minimum
         replicas = None
@@ -209,30 +214,32 @@ def find_store_problem(store: str, own: str) -> SpecProblem | None:
     if mistake := find_mistake(store):
         return SpecProblem("InvalidField", f"spec.store is {named}: {mistake}: {_STORES}")
     if urlsplit(store).scheme == "sqlite" and identify_store(store) != identify_store(own):
-        reason = f"spec.store is {named}: a file, and pods share none: each would have its own"
+        reason = f"spec.store is {named}: a file, which pods cannot share: each pod would have its own"
         return SpecProblem("StoreNotShared", f"{reason}: omit it to use the operator's own store, or {_STORES}")
     return None
 
 
 def _check_template(spec: FieldReader, arguments: str) -> None:
     if not spec.has("template"):
-        spec.refuse("NoTemplate", "template", None, "give a pod template whose first container has the image")
+        spec.refuse("NoTemplate", "template", None, "add a pod template whose first container has the image")
         return
     pod = spec.open("template").open("spec")
     containers = pod.open_list("containers")
     if not containers:
-        pod.refuse("NoContainer", "containers", None, "give a container, with name and image: the member runs in it")
+        pod.refuse("NoContainer", "containers", None, "add a container with a name and an image: the member runs in it")
         return
     names = [container.read("name", "") for container in containers]
     member = containers[names.index("edl") if "edl" in names else 0]
     for container, name in zip(containers, names, strict=True):
         if not name or names.count(name) > 1:
-            container.refuse("InvalidContainer", "name", name, "give each container a name of its own")
+            container.refuse("InvalidContainer", "name", name, "give each container a unique name")
         if not container.read("image", ""):
-            container.refuse("InvalidContainer", "image", None, "name the container's image")
+            container.refuse("InvalidContainer", "image", None, "set the container's image")
     if member.has("args"):
         args = list(member.read_texts("args"))
-        member.refuse("ArgsInTemplate", "args", args, f"they are the operator's: write them to spec.{arguments}")
+        member.refuse(
+            "ArgsInTemplate", "args", args, f"the operator sets this field: write arguments to spec.{arguments} instead"
+        )
 
 
 _UID_CHARS: Final = 8  # of a UID in a job's id: enough to distinguish successive jobs of the same name
@@ -290,7 +297,7 @@ class ElasticJob(MemberOwner):
             edits.append(f"checkpoint {shown(self.checkpoint or 'none')} in place of {shown(checkpoint or 'none')}")
         if not edits:
             return self
-        remedy = "suspend the job, and resume it without pods"
+        remedy = "suspend the job, and resume it when it has no pods"
         if problem is not None and self.store and self.store != store:
             remedy = problem.message
         text = f"not applied while pods of the job run: {', '.join(edits)}; {remedy}"
@@ -371,7 +378,7 @@ def parse_teacher_pool(
         target = _read_target(spec, strict)
         for name in ("template", "serve"):
             if spec.has(name):
-                what = "spec.scaleTargetRef names existing pods: remove one of the two"
+                what = "spec.scaleTargetRef selects existing pods: remove this field or spec.scaleTargetRef"
                 spec.refuse("TemplateBesideTarget", name, None, what)
     else:
         if not serve:
@@ -397,7 +404,7 @@ def _read_target(spec: FieldReader, strict: bool) -> ScaleTargetRef:
     values = {name: target.read(name, "") for name in ("apiVersion", "kind", "name")}
     for name, example in zip(values, ("apps/v1", "Deployment", "triton"), strict=True):
         if not values[name]:
-            target.refuse("InvalidScaleTarget", name, None, f"name it, such as {example}")
+            target.refuse("InvalidScaleTarget", name, None, f"set it, for example to {example}")
     if strict:
         target.refuse_unknown()
     return ScaleTargetRef(*values.values())

@@ -1,8 +1,8 @@
 """`ScalingAdvisor`: a loop that reads loads, decides how many teachers and workers are wanted, and writes the numbers.
 
 The advisors at a Store elect a leader (in the election `advisor`), which writes `wanted/teachers/SERVICE`. The other
-advisors stand by, and warn if their bounds differ from the leader's. How many workers a job wants is written by the
-advisor of the job's leading master. An operator, or a person, starts and ends the teachers.
+advisors stand by, and warn if their bounds differ from the leader's. The advisor of a job's leading master writes how
+many workers the job wants. An operator, or a person, starts and ends the teachers.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class WorkerAdvice:
 class ScalingAdvisor(Resource):
     """Writes how many teachers and workers are wanted, in its own thread, until it is closed.
 
-    An unreachable Store is logged once and retried. `store` stays open when this is closed, and the records stay in
-    it. `workers` returns how many workers a job should have, or None if that is unknown yet; called in the thread.
+    An unreachable Store is logged once and retried. `store` stays open when this is closed, and the records stay in it.
+    `workers` returns how many workers a job should have, or None if that is unknown yet; it is called in the advisor's
+    thread.
     """
 
     def __init__(

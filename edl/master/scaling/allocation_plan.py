@@ -1,4 +1,4 @@
-"""Jobs' requests to a cluster, the value of workers to these jobs, and the plan on which an arbitration works.
+"""Jobs' requests to a cluster, the value of workers to these jobs, and the plan that an arbitration changes.
 
 Jobs and nodes are represented by numbers here; ties are broken in the order of these numbers. A worker goes to the
 first node with the fewest free GPUs that suffice (best fit). Nodes with the same number of free GPUs share a bucket,
@@ -46,8 +46,9 @@ class JobRequest:
 class _JobValue:
     """Value of worker counts to a job: weight x log T(n), minus the cost of a move.
 
-    With remaining work W, n workers need W / T(n) seconds, and after a move W / T(n') + C. The logarithm of their
-    quotient is the job's log-speedup by the move, including the pause::
+    With remaining work W, n workers need W / T(n) seconds. After a move to n' workers, with a pause of C seconds, the
+    job needs W / T(n') + C seconds. The logarithm of the quotient of these times is the job's log-speedup from the
+    move::
 
         log T(n') - log T(n) - log(1 + C / R),  R = W / T(n')
 
@@ -233,7 +234,8 @@ class AllocationPlan:
 
         Only `allowed` jobs give up surplus. With a `limit` (exclusive) on the total cost, the cheapest workers are
         chosen; without a limit, workers with the lowest priority are chosen first, and among these the cheapest. The
-        cost is infinite for a job whose pause can never pay off, such as at its end. Ties go to the youngest job.
+        cost is infinite for a job whose pause can never pay off, such as at its end. In a tie, the youngest job gives
+        up a worker.
         """
         gpus, requests, on_node = self.gpus, self.requests, self.on_node[node]
         offers: list[tuple[int, float, int, int]] = []

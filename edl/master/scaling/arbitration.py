@@ -26,14 +26,14 @@ from typing import Final
 from edl.master.scaling.allocation_plan import AllocationPlan, JobRequest
 
 PATIENCE_S: Final = 3600.0
-"""Once a job has waited this long, no later job starts before it. Until then its share is lent."""
+"""Once a job has waited this long, no later job starts before it. Until then, its share is lent to other jobs."""
 _MAX_NODES_EXAMINED: Final = 30_000
-"""Most nodes that an exchange checks in a pass; each check takes about 10 us. If all workers have one size, the first
-node suffices, and a pass checks no more nodes than it moves workers. If workers take whole nodes, all nodes would have
-to be checked."""
+"""Maximum number of nodes that an exchange checks in a pass; each check takes about 10 us. If all workers have one
+size, the first node suffices, and a pass checks no more nodes than it moves workers. If workers take whole nodes, all
+nodes would have to be checked."""
 _LEAST_DIFFERENCE: Final = 1e-9
-"""If a gain exceeds a loss by less than this, the difference is a rounding error: it could be found in the other
-direction, over and over."""
+"""If a gain exceeds a loss by less than this, the difference is a rounding error. A move could then be followed by its
+reversal, over and over."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def arbitrate(
 def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
     """Take workers from nodes with fewer GPUs than are used, and from jobs with too many or too few workers.
 
-    Surplus workers with the lowest priority are taken first, then those of minima, the youngest job first. A job that
-    is left below its minimum loses all its workers, and gets its old places back if it is served later. Return these
-    places, for each job: node -> number of workers.
+    Surplus workers with the lowest priority are taken first. Workers of minima follow, those of the youngest job first.
+    A job that is left below its minimum loses all its workers, and gets its old places back if it is served later.
+    Return these places, for each job: node -> number of workers.
     """
 
     def rank(job: int) -> tuple[bool, float, float, int]:
@@ -265,7 +265,7 @@ def _grow_jobs(plan: AllocationPlan) -> bool:
 
 
 def _offer(plan: AllocationPlan, job: int) -> tuple[float, int, int] | None:
-    """Return the gain per GPU from a job's next workers as (minus gain, job, workers); None if it may have no more."""
+    """Return the gain per GPU from a job's next workers as (minus gain, job, workers); None if it may have none."""
     if plan.workers[job] >= plan.requests[job].max_workers or plan.is_waiting(job):
         return None
     count = 1 if plan.has_moved(job) else plan.find_worthwhile_growth(job)

@@ -1,18 +1,18 @@
 """How many teachers a service should have: the number that its load requires, and when the wanted number changes.
 
-With d the demand of all students and mu the rate of a teacher (`edl.load_reporting`), the number that keeps teachers at
-a utilization u is
+With d the demand of a student and mu the rate of a teacher (`edl.load_reporting`), the number that keeps teachers at a
+utilization u is
 
     N* = ceil(sum d / (u mu))
 
-which is the rule of DS2 (Kalavri et al., "Three steps is all you need: fast, accurate, automatic scaling decisions for
+This is the rule of DS2 (Kalavri et al., "Three steps is all you need: fast, accurate, automatic scaling decisions for
 distributed streaming dataflows", OSDI 2018). True rates, which are measured over busy time, give the number in one
 step, without a search.
 
 Between the loads at which the number moves up or down is a band in which it does not move. A move down goes only to the
-largest N* in a long window. These two correspond to the tolerance and the stabilization window of Kubernetes'
-HorizontalPodAutoscaler. A wanted teacher counts before it exists, so no teacher is requested twice. A step up is judged
-once its teachers are ready, and undone if it gained too little.
+largest N* in a long window. The band and the window correspond to the tolerance and the stabilization window of
+Kubernetes' HorizontalPodAutoscaler. A wanted teacher counts before it exists, so no teacher is requested twice. A step
+up is judged once its teachers are ready, and undone if it gained too little.
 
 From any state, constant d and mu lead to three moves at most: a step, its reversal, and a step up or down. If students
 wait nearly all the time, d is mostly noise; until they wait less, the number is at most doubled.
@@ -30,9 +30,9 @@ from edl.load_reporting import ServiceLoad
 
 _ROUNDING = 1e-9  # share by which a quotient or a change may exceed a limit through rounding alone
 _RECENT_SHARE = 1 / 3
-"""Demand must be high for some time; this is the share of that time, at its end, whose largest N* becomes the new
-number. A single reading may be too low because of noise, and would then make another step necessary. The first readings
-may be too high because students prefetch."""
+"""Demand must be high for some time before the number grows. The largest N* in this last share of that time becomes the
+new number. A single reading may be too low because of noise, and would then make another step necessary. The first
+readings may be too high because students prefetch."""
 _NO_TIMES: Mapping[str, Any] = {
     "high_since_s": None,
     "high_recent": (),
@@ -55,8 +55,8 @@ class TeacherScalingSettings:
     most_growth: float = 2.0  # and then the number of teachers grows by this factor at most
     least_gain: float = 0.2  # a step up that gains less than this share of the expected rows is undone
     rates_s: float = 15.0
-    """Window over which rates are measured: for this long after a change, they still include the time before it. While
-    the rates fall, the window for a move down restarts."""
+    """Window over which rates are measured: for this long after a change, the rates still include the time before the
+    change. While the rates fall, the window for a move down restarts."""
     judge_s: float = 30.0  # from the readiness of a step's teachers until it is judged; longer than `rates_s`
     least_expected: float = 0.15  # a step is judged if its expected gain is this share of the demand: less is noise
     retry_s: float = 60.0  # an undone step is retried after this time, then after twice that, ...,
@@ -108,7 +108,7 @@ def observe_teachers(load: ServiceLoad, now_s: float) -> TeacherObservation:
 def required_teachers(observation: TeacherObservation, settings: TeacherScalingSettings | None = None) -> int | None:
     """Return N*, the number of teachers that would suffice now, ignoring the bounds; None if no rate is known.
 
-    It is at most `most_growth` times the ready teachers if students wait nearly all the time.
+    If students wait nearly all the time, N* is at most `most_growth` times the number of ready teachers.
     """
     settings = settings or TeacherScalingSettings()
     if not observation.demand:
@@ -300,19 +300,19 @@ class _Decider:
         self._change(step=step, **_NO_TIMES)
         if seen.least_busy_share < self._settings.least_busy_share:
             return count, (
-                f"students wait {1 - seen.least_busy_share:.0%} of their time, so that their demand cannot be told:"
-                f" at most {self._settings.most_growth:g} times the teachers that are ready"
+                f"students wait {1 - seen.least_busy_share:.0%} of their time, so their demand cannot be measured:"
+                f" at most {self._settings.most_growth:g} times the number of ready teachers"
             )
         return count, (
             f"students would ask for {_rows(seen.demand)} rows/s, and a teacher computes {_rows(self._rate)}:"
-            f" {count} would be at work for {seen.demand / (count * self._rate):.0%} of the time"
+            f" {count} would be busy for {seen.demand / (count * self._rate):.0%} of the time"
         )
 
     def _step_down(self) -> tuple[int, str]:
         count, demand = self.state.low_most, self._seen.demand
         self._change(step=None, penalty=None, **_NO_TIMES)
         asked = f"would ask for {_rows(demand)} rows/s" if demand else "ask for nothing"
-        return count, f"students {asked}; for {self._settings.down_s:,.0f} s no more than {count} would have done"
+        return count, f"students {asked}; for {self._settings.down_s:,.0f} s, {count} would have been enough"
 
     def _describe_rest(self) -> str:
         now_s, demand, state, settings = self._seen.now_s, self._seen.demand, self.state, self._settings
@@ -320,15 +320,19 @@ class _Decider:
         if not demand and not self._rate:
             return "students ask for nothing"
         share = demand / (wanted * self._rate) if wanted and self._rate else math.inf
-        load = f"the demand is {share:.0%} of what {wanted} compute" if share < math.inf else "no teacher is wanted"
+        load = (
+            f"the demand is {share:.0%} of what the wanted {wanted} can compute"
+            if share < math.inf
+            else "no teacher is wanted"
+        )
         if state.high_since_s is not None:
             most = (
-                f", and {settings.most} are the most" if settings.most is not None and wanted >= settings.most else ""
+                f", and {settings.most} is the maximum" if settings.most is not None and wanted >= settings.most else ""
             )
             return f"{load}, for {now_s - state.high_since_s:,.0f} of {settings.up_s:,.0f} s{most}"
         if state.low_since_s is not None and state.low_most < wanted:
             left = f"{now_s - state.low_since_s:,.0f} of {settings.down_s:,.0f} s"
-            return f"{load}: {state.low_most} would have done, for {left}"
+            return f"{load}: {state.low_most} would have been enough, for {left}"
         return load
 
 

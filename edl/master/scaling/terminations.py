@@ -1,9 +1,9 @@
 """Why a worker's process or pod ended, and what to do about it: pure functions.
 
-No single source says why. Exit code 137 means a SIGKILL from any sender. Kubernetes reports `OOMKilled` only if the
-container's first process was killed for lack of memory. A lost node reports nothing at all. So `find_termination_cause`
-weighs the evidence, the most specific first: the agent's findings about its hardware, then memory, then the fate of the
-pod and its node, and only then exit codes and signals.
+No single source says why a worker ended. Exit code 137 means a SIGKILL from any sender. Kubernetes reports `OOMKilled`
+only if the container's first process was killed for lack of memory. A lost node reports nothing at all. So
+`find_termination_cause` weighs the evidence, the most specific first: the agent's findings about its hardware, then
+memory, then the fate of the pod and its node, and only then exit codes and signals.
 
 `decide_relaunch` looks up the action in one table, by the cause and how many times in a row it occurred. It handles
 pods that have ended; before a pod ends, `edl run` restarts its workers in the pod. In each table row, the cheapest
@@ -11,7 +11,8 @@ action comes first, unless a remedy is known (more memory, another node), which 
 action, the job stops. Causes that lie in the cluster (preemption, a lost node, missing nodes) have no last action: they
 are not the job's fault, and may recur for days.
 
-The agent's exit codes and messages are in `edl.collective.agent.ending`, not imported here; a test compares the two.
+The agent's exit codes and messages are in `edl.collective.agent.ending`, which is not imported here; a test compares
+them with the values here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from enum import Enum
 from typing import Any, Final
 
 _SIGNAL_BASE: Final = 128
-"""For a process killed by a signal, shells and Kubernetes report this plus the signal's number as exit code."""
+"""For a process killed by a signal, shells and Kubernetes report this plus the signal's number as the exit code."""
 _LAST_SIGNAL: Final = 64  # SIGRTMAX on Linux: larger exit codes are a program's own, such as 255
 _MAX_EXIT_CODE: Final = 255  # of a process; agents write nothing larger
 _MAX_KILLS: Final = 2**63  # kernel counters have 64 bits
@@ -94,7 +95,7 @@ _BY_AGENT: Final[Mapping[str, TerminationCause]] = {
     "unclear": TerminationCause.UNCLEAR_FAULT,
     "missing": TerminationCause.UNCLEAR_FAULT,
 }
-"""The values of `edl.collective.agent.health.failures.ExitCause`; a test compares the two."""
+"""The keys are the values of `edl.collective.agent.health.failures.ExitCause`; a test compares the two."""
 
 # Reasons from Kubernetes. For conditions and pods: https://kubernetes.io/docs/concepts/workloads/pods/disruptions/ and
 # k8s.io/api/core/v1; for events: pkg/kubelet/events, the scheduler, and the node and taint controllers.
@@ -174,13 +175,13 @@ def _find_by_memory(report: TerminationReport, number: int) -> TerminationVerdic
         return TerminationVerdict(TerminationCause.OUT_OF_MEMORY, "the container's status says OOMKilled")
     # A node short of memory evicts by SIGTERM first; if it kills, the counter grows too, and the pod says so.
     if report.oom_kills and not ({report.pod_reason, *report.conditions} & _EVICTED):
-        what = f"its cgroup counts {report.oom_kills} oom_kill" + (f" beside signal {number}" if number else "")
+        what = f"its cgroup counts {report.oom_kills} oom_kill" + (f" in addition to signal {number}" if number else "")
         return TerminationVerdict(TerminationCause.OUT_OF_MEMORY, what)
     return None
 
 
 def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> TerminationVerdict | None:
-    """Return the pod's fate by the reasons in its status, else by its events, but only if they fit how it ended.
+    """Return the pod's fate by the reasons in its status, or else by its events if they fit how the pod ended.
 
     Events outlive their causes: a node may have been unreachable for a moment long before the script raised.
     """
@@ -229,8 +230,8 @@ def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> T
 def parse_termination_message(text: str) -> TerminationReport:
     """Parse a termination message, which is `message` of the container's terminated state.
 
-    The user's program, or Kubernetes (`FallbackToLogsOnError`), may write other text there: it is only a message for
-    people. The pod's status has a more reliable exit code.
+    The user's program, or Kubernetes (`FallbackToLogsOnError`), may write other text there: such text is only a message
+    for people. The pod's status has a more reliable exit code.
     """
     try:
         values = json.loads(text)

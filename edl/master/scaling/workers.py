@@ -3,7 +3,7 @@
 **Throughput.** A step of n workers takes a + b n seconds for n samples, one per worker: `a` is the time of a worker
 alone, `b` the time that each worker adds to all (synchronization). So T(n) = n / (a + b n), and n / T is linear in n:
 weighted least squares on the job's own measurements has a closed-form solution. `a` and `b` are at least 0. If b = 0,
-throughput grows in proportion to n; if a = 0, it does not grow at all. In between it is concave, and
+throughput grows in proportion to n; if a = 0, it does not grow at all. In between, T is concave, and
 `edl.master.scaling.arbitration` relies on that.
 
 **The decision.** With remaining work W, n' workers need R = W / T(n') seconds, and the present n need R T(n') / T(n).
@@ -82,7 +82,7 @@ class ThroughputHistory:
     sizes: Mapping[int, SizeRecord] = field(default_factory=lambda: MappingProxyType({}))
 
     def record_rate(self, workers: int, rate: float, now_s: float) -> ThroughputHistory:
-        """Return the history with one more sample: `rate` is that of the whole job per second, without its pauses.
+        """Return the history with one more sample: `rate` is the rate of the whole job per second, without its pauses.
 
         Rates that say nothing about T (0 or not finite) are ignored.
         """
@@ -174,7 +174,7 @@ class WorkLeft:
         self._growth = UnitRates(_WINDOW_S)
 
     def look(self, datasets: Sequence[Mapping[str, Any]], now_s: float) -> float | None:
-        """Record the progress; return the seconds until all data is done; None if one set is endless or has no rate."""
+        """Record the progress; return the seconds until all data is done; None if a set is endless or has no rate."""
         unfinished = {str(dataset.get("name")): dataset for dataset in datasets if dataset.get("finished") is not True}
         done = {name: read_number(dataset.get("units_done")) for name, dataset in unfinished.items()}
         rates = self._growth.look(done, now_s)
@@ -205,7 +205,7 @@ def read_number(value: object) -> float:
 
 @dataclass(frozen=True)
 class WorkerObservation:
-    """A job's state for the decision about its workers. Durations in seconds."""
+    """A job's state for the decision about its workers. Durations are in seconds."""
 
     workers: int  # n, its present number
     min_workers: int
@@ -254,10 +254,10 @@ def decide_workers(observation: WorkerObservation) -> WorkerDecision:
 
 
 def _grow(observation: WorkerObservation, model: ThroughputModel, reach: int) -> WorkerDecision:
-    """Return `reach`, which is the best size as it is the largest useful one, if moving there is worth the pause."""
+    """Return `reach`, the largest useful and so the best size, if it is worth the pause; else the present size."""
     now, pause_s = observation.workers, observation.pause_s
     if reach <= now:
-        limit = f"{now} is the most it takes" if now >= observation.max_workers else "more would help too little"
+        limit = f"{now} is the maximum" if now >= observation.max_workers else "more workers would help too little"
         return WorkerDecision(now, f"{now}: {limit}", model)
     factor = compute_realloc_factor(observation.age_s, observation.moves, pause_s)
     ratio = factor * model.predict_rate(reach) / model.predict_rate(now)
@@ -265,7 +265,7 @@ def _grow(observation: WorkerObservation, model: ThroughputModel, reach: int) ->
     saved_s = (ratio - 1) * left_s
     left = f"{left_s:.0f} s left"
     if observation.remaining is None:
-        left = f"the remaining time is unknown, assumed {left_s:.0f} s"
+        left = f"the remaining time is unknown, assumed to be {left_s:.0f} s"
     text = f"T({reach})/T({now}) = {ratio:.3g}, damped by {factor:.3g}; {left}: saves {max(0.0, saved_s):.0f} s"
     if saved_s > pause_s:
         return WorkerDecision(reach, f"{now} -> {reach}: {text} for a pause of {pause_s:.3g} s", model)
@@ -275,7 +275,7 @@ def _grow(observation: WorkerObservation, model: ThroughputModel, reach: int) ->
 def _give_back(observation: WorkerObservation, model: ThroughputModel, count: int) -> WorkerDecision:
     """Return `count`, the size at which workers are efficient enough again, unless the job is about to end."""
     now = observation.workers
-    efficiency = f"a worker of {now} does {model.compute_efficiency(now):.0%} of what it would do alone"
+    efficiency = f"each of {now} workers does {model.compute_efficiency(now):.0%} of what a single worker would do"
     if _remaining_s(observation, model, now) <= observation.pause_s:
         return WorkerDecision(now, f"{now}: {efficiency}, but the job is about to end", model)
     return WorkerDecision(count, f"{now} -> {count}: {efficiency}, less than {MIN_EFFICIENCY:.0%}", model)

@@ -1,8 +1,9 @@
 """A candidate for a job's master: leads while it may, and stands by otherwise.
 
-The candidate elected in the Store takes over the journal, which fences the previous master, replays it, and answers
-workers until it is stopped, the journal fails, or another candidate leads. Its candidacy may expire while the Store is
-unreachable. It continues to lead, because no other master can journal anything without fencing it.
+The candidate elected in the Store takes over the journal, and so fences the previous master. It replays the journal,
+and answers workers until it is stopped, the journal fails, or another candidate leads. If the
+leader's candidacy expires while the Store is unreachable, it continues to lead, because no other master can journal
+anything without fencing it.
 
 A leader's report remains in the Store, so that the next leader can check that it has the right journal.
 """
@@ -87,8 +88,8 @@ class MasterSettings:
     """Settings of a master.
 
     Attributes:
-        store: URL of the Store in which the job's masters compete, and in which workers find the leader. Default: from
-            the environment.
+        store: URL of the Store in which the job's masters elect a leader, and in which workers find the leader.
+            Default: from the environment.
         journal: Where the state is kept: `sqlite:///absolute/path`, or `store:` for the Store itself. A master on
             another host can take over only with `store:`.
         host: Address to listen on; `::` or `0.0.0.0` for all addresses of this host.
@@ -127,7 +128,7 @@ class MasterServer(LoopServer):
     Attributes:
         endpoint: Address at which this candidate listens.
         failure: Why this candidate ended without being closed; None until then.
-        done: Whether all data sets are done, with only poisoned shards left, and no reader has a session.
+        done: Whether all data sets are done, with at most poisoned shards left, and no reader has a session.
         rival: Address of the leader, if known, while this candidate stands by.
         metrics: Prometheus metrics that only the master itself can measure.
     """
@@ -375,7 +376,7 @@ class MasterServer(LoopServer):
             self._writing = start_call("edl-master-report", self._write_reports)
 
     async def _flush_report(self) -> None:
-        """Wait for the newest report to be written, for seconds at most."""
+        """Wait until the newest report is written, for a few seconds at most."""
         while self._writing is not None:
             done, _ = await asyncio.wait([asyncio.wrap_future(self._writing)], timeout=_FLUSH_S)
             if not done or self._newest is None:
@@ -383,7 +384,7 @@ class MasterServer(LoopServer):
             self._writing = start_call("edl-master-report", self._write_reports)
 
     def _write_reports(self) -> None:
-        """Write the newest report to the Store, in a thread; if the Store is unreachable, retry with the next."""
+        """Write the newest report to the Store, in a thread; if the Store is unreachable, retry with the next one."""
         key = report_key(self.job)
         while (report := self._newest) is not None:
             self._newest = None
@@ -434,12 +435,12 @@ class MasterServer(LoopServer):
         endpoint, host, journal = (str(leader.get(name, "")) for name in ("endpoint", "host", "journal"))
         if endpoint != self.rival:
             self.rival = endpoint
-            then = ", and starts the job over when that one has ended" if self._anew else ""
+            then = ", and starts the job over when that master has ended" if self._anew else ""
             logger.info("job %r is led by the master at %s; this one stands by%s", self.job, endpoint, then)
         if journal != self._journal_name:
             raise SettingsError(
                 f"job {self.job!r} is led by the master at {endpoint}, whose journal is {journal}: a master that "
-                f"stands by needs the same, not {self._journal_name}"
+                f"stands by needs the same journal, not {self._journal_name}"
             )
         if journal != _IN_STORE and host != socket.gethostname():
             raise SettingsError(
@@ -482,12 +483,12 @@ def check_continued(last: Mapping[str, Any] | None, term: int, journal: str) -> 
         return
     raise SettingsError(
         f"the progress of job {last.get('job')!r} is in a different journal, {last.get('journal')} on host "
-        f"{last.get('host')}, not in {journal}: start the master with that one, or pass --new to start the job over"
+        f"{last.get('host')}, not in {journal}: start the master with that journal, or pass --new to start the job over"
     )
 
 
 def check_data(book: ShardBook, datasets: Mapping[str, messages.DatasetSpec]) -> None:
-    """Raise ConflictError if `book` has different data under one of the names, or divides these differently."""
+    """Raise ConflictError if `book` has different data under one of the names, or divides the data differently."""
     for name, asked in datasets.items():
         if name not in book.datasets:
             continue
@@ -495,7 +496,7 @@ def check_data(book: ShardBook, datasets: Mapping[str, messages.DatasetSpec]) ->
         if not same_data(present, spec):
             raise ConflictError(
                 f"data set {name} of this job differs: {describe_difference(present, spec)}. To continue with it, start"
-                " the master as before, or without data (--data); for other data choose another name for the data set"
+                " the master as before, or without data (--data); for other data, choose another name for the data set"
                 " (--name) or for the job, or start over (--new), which discards all progress"
             )
 
@@ -503,9 +504,9 @@ def check_data(book: ShardBook, datasets: Mapping[str, messages.DatasetSpec]) ->
 def takeover_cause(last: Mapping[str, Any] | None, endpoint: str) -> str:
     """Return why the master at `endpoint` leads a job that was led before."""
     if last is None:
-        return "the master before it left no report"
+        return "the previous master left no report"
     if last.get("endpoint") == endpoint:
-        return "another master took its journal, or the journal was unreachable"
-    ends = {"done": "had ended, with everything done", "stopped": "was stopped, or had lost its journal"}
+        return "another master took the journal of this master, or the journal was unreachable"
+    ends = {"done": "had ended, with all data sets done", "stopped": "was stopped, or had lost its journal"}
     end = ends.get(str(last.get("state")), "ended without notice: killed, or cut off from the Store")
-    return shown(f"the one at {last.get('endpoint')} on {last.get('host')} {end}")
+    return shown(f"the master at {last.get('endpoint')} on {last.get('host')} {end}")

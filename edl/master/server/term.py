@@ -47,7 +47,7 @@ _HOLDERS: Final = 200  # listed per data set, the busiest first
 
 
 class LeaseClock:
-    """Tracks which sessions have been silent for too long. Stops while the process is paused."""
+    """Tracks which sessions have been silent for too long. The clock stops while the process is paused."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -100,10 +100,10 @@ class _Entry(NamedTuple):
 class Term:
     """Accepts commands as long as the journal does. Use it only in the thread of the event loop that created it.
 
-    `journal` assigned the term's `number`, and `close` closes it; `book` is the state in the journal. If a write to the
-    journal fails, `failure` says why, `ended` is set, and no command is answered from then on. `observe` is called with
-    the seconds that each commit took, in the committing thread. `replayed` is how many commands in the journal are not
-    in a snapshot yet.
+    `journal` assigned the term's `number`, and `close` closes the journal; `book` is the state in the journal. If a
+    write to the journal fails, `failure` says why, `ended` is set, and no command is answered from then on. `observe`
+    is called with the seconds that each commit took, in the committing thread. `replayed` is how many commands in the
+    journal are not in a snapshot yet.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class Term:
     async def submit(self, command: messages.Command) -> Any:
         """Apply a command; return the book's answer once the journal has the command.
 
-        An EDLError from the book is a refusal, which has changed nothing. After a ClosedError, the command's fate is
-        unknown.
+        An EDLError from the book is a refusal, which has changed nothing. After a ClosedError, it is unknown whether
+        the command took effect.
         """
         self._check()
         command.time_ms = round(time.time() * 1000)
@@ -174,7 +174,7 @@ class Term:
         return reply
 
     async def turn(self, turn: messages.Turn) -> messages.NextReply:
-        """Apply a session's reports; return its shards in a reply not to be changed. Turn 0 is only a heartbeat."""
+        """Apply a session's reports; return its shards. The reply must not be changed. Turn 0 is only a heartbeat."""
         self.clock.hear(turn.session)
         if turn.request == 0:
             if turn.session not in self.book.sessions:
@@ -349,7 +349,7 @@ class MasterServicer:
         if dataset is None:
             there = sorted(term.book.datasets)
             hint = did_you_mean(request.dataset, there)
-            raise NotFoundError(f"data set {request.dataset!r} does not exist; these do: {there}{hint}")
+            raise NotFoundError(f"data set {request.dataset!r} does not exist; existing data sets: {there}{hint}")
         if method == "DescribeDataset":
             return dataset.describe()
         assert method == "GetProgress", method
@@ -370,7 +370,7 @@ class MasterServicer:
                         reply = await term.open_session(request.open)
                         self._streams[stream] = request.open.session
                     else:
-                        raise SettingsError("a message of the stream opens a session, or is a turn")
+                        raise SettingsError("each message of the stream must open a session or be a turn")
                     await context.write(reply)
         except asyncio.CancelledError:
             session = self._streams[stream]
@@ -385,7 +385,7 @@ class MasterServicer:
 
 @contextlib.contextmanager
 def _refusing(context: Any) -> Iterator[None]:
-    """Translate errors to gRPC's, not by `context.abort`: its error would keep the server alive until collected."""
+    """Translate errors to gRPC's without `context.abort`, whose exception keeps the server alive until collected."""
     try:
         yield
     except EDLError as exc:

@@ -27,12 +27,13 @@ from edl.quoting import shown
 
 _SNAPSHOT: Final = b"EDL book\0"
 _MOST_WANTED: Final = 10_000
-"""Most shards requested or reported per turn: the reply then has about 300 KB, and all other turns wait for 20 ms."""
+"""Maximum number of shards requested or reported per turn: the reply then has about 300 KB, and all other turns wait
+for 20 ms."""
 _MOST_EVENTS: Final = 1000  # a replay of commands, which removes none, must not accumulate them
 _MOST_ENDED: Final = 1024  # ended sessions and leases remembered: late reports arrive within minutes
 _MOST_EXPLAINED: Final = 20
-"""Most refusals per turn that name the shard's current holder: with ten thousand leases, each search for it takes 1
-ms."""
+"""Maximum number of refusals per turn that name the shard's current holder: with ten thousand leases, each search for
+it takes 1 ms."""
 _WAIT_S: Final = 0.5
 """Interval at which a reader that got no shard asks again: a thousand waiting readers send 2,000 turns a second."""
 
@@ -44,9 +45,9 @@ class ShardBook:
       mark.
     - A report identifies its lease by id and term. It is accepted from the session that holds the lease, and otherwise
       refused with a reason.
-    - An epoch's shards are leased once the previous epoch has none left to lease, even if some of its shards are in
-      progress. So neither a straggler nor a reader that has yet to make a mark stops other readers. Returned ranges of
-      older epochs are leased first.
+    - An epoch's shards are leased once the previous epoch has no shards left to lease, even if shards of the previous
+      epoch are still in progress. So neither a straggler nor a reader that has yet to make a mark stops other readers.
+      Returned ranges of older epochs are leased first.
 
     Attributes:
         term: Term of the present master; 0 before the first.
@@ -158,7 +159,7 @@ class ShardBook:
 
     def _begin_term(self, command: master.BeginTerm) -> None:
         if command.term <= self.term:
-            raise ConflictError(f"term {command.term}: {self.term} has begun")
+            raise ConflictError(f"term {command.term}: term {self.term} has already begun")
         self.term = command.term
         self.version += 1
 
@@ -372,7 +373,7 @@ class ShardBook:
             failures = dataset.failures[lease.epoch, lease.shard]
             last = failures[-1]
             text = f"shard {lease.shard} of epoch {lease.epoch} is given up after {len(failures)} failures"
-            self._add_event("poisoned", dataset, text, f"the last one at {last.holder}: {last.reason}")
+            self._add_event("poisoned", dataset, text, f"the last failure was at {last.holder}: {last.reason}")
 
     def _end_lease(self, lease: ShardLease, reason: str, *, expired: bool) -> None:
         self._drop(lease)

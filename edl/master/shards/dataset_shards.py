@@ -1,4 +1,4 @@
-"""A data set's state: units not handed out yet, returned units, units given up, and readers; and its messages.
+"""A data set's state (units not handed out yet, returned units, units given up, and readers) and its messages.
 
 A shard that was not handed out yet, or that is done, has no record: only the cursor's position tells these two apart.
 So a million shards need no more memory than a thousand.
@@ -40,8 +40,8 @@ _FORMAT: Final = 1  # of an envelope's contents: another version of EDL may refu
 _CHECKSUM_NBYTES: Final = 4  # a CRC-32
 _PROGRESS: Final = b"EDL progress\0"
 _MARKS_KEPT: Final = 16
-"""Most marks kept for a reader. A job keeps a few checkpoints; each mark lists the units consumed since the previous
-mark."""
+"""Maximum number of marks kept for a reader. A job keeps a few checkpoints; each mark lists the units consumed since
+the previous mark."""
 _MOST_REASON: Final = 300  # characters: a million poisoned shards must fit into memory
 _MOST_HISTORIES: Final = 1000  # more than a job has; a forgotten reader cannot be resumed
 _MOST_POISONED: Final = 50  # shown with their reasons: a report must stay below 200 KB
@@ -169,7 +169,7 @@ class DatasetShards:
         return [part for history in histories for part in history.pending]
 
     def describe(self, *, index: bool = True) -> master.DatasetReply:
-        """Return what a reader needs to know; `index` is False where each line of a growing source would copy it."""
+        """Return what a reader needs to know; `index` is False if each new line of a source would copy the index."""
         reply = master.DatasetReply(dataset=self.name, spec=self.spec, units=self.cursor.units, ended=self.cursor.ended)
         if not index:
             reply.spec.ClearField("index")
@@ -251,7 +251,7 @@ class DatasetShards:
             at_risk = any(self._is_at_risk((lease.epoch, lease.shard)) for lease in session.leases.values())
 
         def may_take(key: ShardKey) -> bool:
-            """Hand out only one shard at risk of being given up: if it ends the reader, others are given up too."""
+            """Hand out at most one shard that is about to be given up: if it ends the reader, others would follow."""
             nonlocal at_risk
             if not self._is_at_risk(key):
                 return True
@@ -294,7 +294,7 @@ class DatasetShards:
             self.returned.add((lease.epoch, lease.shard), lease.marked, lease.stop)
 
     def fail(self, lease: ShardLease, reason: str, time_ms: int, *, late: bool) -> bool:
-        """Count a failure of a lease; requeue its rest (last if `late`) or give it up; return whether it gave up."""
+        """Count a failure of a lease; requeue its rest (last if `late`), or give the rest up and return True."""
         if lease.marked >= lease.stop:
             return False
         key = (lease.epoch, lease.shard)
@@ -314,7 +314,7 @@ class DatasetShards:
             self.units_done -= part.stop - part.start
 
     def retry(self, shards: frozenset[int]) -> int:
-        """Requeue given-up `shards` (empty: all) in all epochs; return how many. ConflictError if not given up."""
+        """Requeue given-up `shards` (empty: all) of all epochs; return their number. ConflictError if not given up."""
         keys = [key for key in sorted(self.poisoned) if not shards or key[1] in shards]
         if missing := sorted(shards - {shard for _, shard in keys}):
             raise ConflictError(f"data set {self.name}: shard {missing[0]} is not poisoned")
@@ -350,7 +350,7 @@ class DatasetShards:
         return True
 
     def find_mark(self, session: ReaderSession, command: master.Resume) -> tuple[ReaderHistory, int] | None:
-        """Return the history, and the index of the mark to resume from; None for the beginning of a new holder."""
+        """Return the history, and the index of the mark to resume from; None if a new holder begins."""
         if session.dataset is not self or not self.by_checkpoint:
             raise SettingsError(
                 f"data set {self.name}: session {session.id} reads a different one, or it has commit='report'"
@@ -581,8 +581,8 @@ def _check_parts(session: ReaderSession, command: master.Mark) -> None:
         lease = session.leases.get(part.lease.id)
         if lease is None or lease.term != part.lease.term or lease.id in seen:
             raise SettingsError(
-                f"mark {command.mark} of session {session.id} names lease {part.lease.id}, which it does not have"
-                " or names twice"
+                f"mark {command.mark} of session {session.id} names lease {part.lease.id}, which the session does"
+                " not have, or names it twice"
             )
         if part.units < 0 or not lease.marked <= lease.start + part.units <= lease.stop:
             raise SettingsError(

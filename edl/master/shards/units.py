@@ -1,4 +1,4 @@
-"""A data set's specification, and which of its units are next: returned units, and those left in an epoch's order."""
+"""A data set's specification, and which of its units are next: returned units, and units left in an epoch's order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MOST_UNITS: Final = 2**62  # the sum of two such numbers still fits into 64 bits
 _MOST_SHARDS: Final = 2**40  # per epoch: permutations of this size are tested
 _MOST_SECONDS: Final = 30 * 86_400.0  # a month without a heartbeat is forever
 _MOST_PASSES: Final = 20
-"""How often a failed shard is withheld from the holder where it failed while there are other holders. This takes about
-ten seconds of turns if the holder gets nothing else. Without a limit, a live holder that requests nothing would stop
-everything."""
+"""As long as there are other holders, a failed shard is withheld this many times from the holder where it failed. This
+takes about ten seconds of turns if the holder gets nothing else. Without a limit, a live holder that requests nothing
+would stop everything."""
 _MOST_LOOKS: Final = 64
-"""Most failed shards that are searched for a shard that this holder may have; without a limit, the cost of a turn would
-grow with the number of failed shards."""
+"""Maximum number of failed shards that are searched for a shard that the holder may have. Without a limit, the cost of
+a turn would grow with the number of failed shards."""
 _CHUNK: Final = 1024  # positions computed together, to spread numpy's cost per call; the first waits 0.2 ms
 
 
@@ -55,7 +55,7 @@ def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
         "kind: needs a name": not spec.kind or len(spec.kind) > _MOST_NAME or not spec.kind.isprintable(),
         f"units={spec.units}: must be 0 to 2**62": not 0 <= spec.units <= MOST_UNITS,
         f"shard_size={spec.shard_size}: must be 1 to 2**62": not 1 <= spec.shard_size <= MOST_UNITS,
-        f"shards of {spec.shard_size} make {shards:,} of {spec.units:,} units; the maximum is {_MOST_SHARDS:,}": (
+        f"{spec.units:,} units in shards of {spec.shard_size} make {shards:,}; the maximum is {_MOST_SHARDS:,}": (
             shards >= _MOST_SHARDS
         ),
         f"epochs={spec.epochs}: must be 0 or more": spec.epochs < 0,
@@ -82,7 +82,7 @@ def is_same_spec(first: master.DatasetSpec, second: master.DatasetSpec) -> bool:
 
 
 def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) -> str:
-    """Describe how two specifications differ, with the values of `present` first, and without those of the index."""
+    """Describe how two specifications differ, with the values of `present` first, but without the index."""
     if present.kind != other.kind or present.location != other.location:
         places = [shown(f"{spec.kind}:{spec.location}", 200) for spec in (present, other)]
         return f"location is {places[0]} and not {places[1]}"
@@ -244,7 +244,7 @@ class UnitCursor:
         return self.units if self.is_stream else -(-self.units // self._size)
 
     def take(self, most: int) -> list[UnitRange]:
-        """Advance by up to `most` shards of this epoch, or by the parts that a growing source has; return them."""
+        """Advance by up to `most` shards of this epoch, or parts of shards if the source grows; return them."""
         taken: list[UnitRange] = []
         epoch, size, units, end = self.epoch, self._size, self.units, self._end()
         while (missing := most - len(taken)) > 0 and self.position < end:
@@ -260,7 +260,7 @@ class UnitCursor:
         return taken
 
     def _next_shards(self, most: int, end: int) -> list[int]:
-        """Return up to `most` shards from the position on; possibly fewer, but at least one before the `end`."""
+        """Return up to `most` shards from the position on: at least one if the position is before `end`."""
         if self._order is None:
             return list(range(self.position, min(self.position + most, end)))
         chunk, offset = divmod(self.position, _CHUNK)

@@ -436,7 +436,7 @@ def test_paused_writer_comes_too_late(stored: StorePlace, disturbed: Any, write:
 
     seen: list[str] = []
     disturbed.before = pause
-    with pytest.raises(LeaseLostError, match="another master has begun a term; this one is 1"):
+    with pytest.raises(LeaseLostError, match="another master has begun a term; this journal object is for term 1"):
         first.append([b"late"]) if write == "append" else first.snapshot(b"late")
     second.append([b"4"])
     assert second.load() == stored.open().load() == (b"state", [b"3", b"4"])

@@ -203,7 +203,7 @@ def test_events_have_causes(
     assert {"poisoned", "retried", "session_ended", "takeover"} <= set(events)
     assert all(event.time > 0 and event.text and event.cause for event in events.values())
     assert [kind for kind, event in events.items() if event.decision] == ["poisoned", "retried", "takeover"]
-    assert events["poisoned"].cause == "the last one at w: bad pixels"
+    assert events["poisoned"].cause == "the last failure was at w: bad pixels"
     assert events["takeover"].text == f"the master at {second.endpoint} leads, in term 2"
     assert first.endpoint in events["takeover"].cause
 

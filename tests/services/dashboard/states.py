@@ -242,5 +242,5 @@ def kubernetes(now: float = NOW) -> dict[str, Any]:
 
 
 TRACE_END = "ValueError: column 'label' is not in part-0007.parquet"
-MIN_ABOVE_MAX = "spec.minReplicas is 9: above spec.maxReplicas, 4: lower it, or raise that"
+MIN_ABOVE_MAX = "spec.minReplicas is 9: above spec.maxReplicas (4): lower this field, or raise spec.maxReplicas"
 NO_GPU = "no node has an idle nvidia.com/gpu"

@@ -1,6 +1,6 @@
 """The objects of a job: pods of workers (`edl run`) and of its master, its PodDisruptionBudget, and its PodGroup.
 
-Labels, annotations and the PodGroup tell other schedulers to start the job's minimum all at once:
+Labels, annotations and the PodGroup tell other schedulers to start all workers of the job's minimum at once:
 
 - Kueue: https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/ (labels of plain pods and of pod groups)
 - Volcano: https://volcano.sh/en/docs/podgroup/
@@ -63,7 +63,7 @@ def shares_cluster(job: ElasticJob) -> bool:
 
 
 def starts_as_gang(job: ElasticJob) -> bool:
-    """Whether Kueue, Volcano or KAI starts a job's minimum all at once."""
+    """Whether Kueue, Volcano or KAI starts all workers of a job's minimum at once."""
     return bool(job.queue) or _get_scheduler_name(job) in _SCHEDULERS
 
 
@@ -90,7 +90,7 @@ def build_gang_labels(job: ElasticJob, index: int | None) -> tuple[dict[str, str
 
 
 def build_pod_group(job: ElasticJob) -> tuple[ResourceType, Object] | None:
-    """Return the PodGroup of a job that Volcano or KAI schedules; None for others."""
+    """Return the PodGroup of a job that Volcano or KAI schedules; None for other jobs."""
     scheduler = _SCHEDULERS.get(_get_scheduler_name(job))
     if scheduler is None:
         return None

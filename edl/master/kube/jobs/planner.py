@@ -86,8 +86,8 @@ def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
 def _size_workers(draft: JobDraft) -> None:
     """Decide which workers to keep, remove and add.
 
-    Above its minimum, a job grows by as many workers as fit or the arbiter has assigned. If neither number is known,
-    the job adds one worker, which is removed if no node takes it.
+    Above its minimum, a job grows by the number of workers that fit, or by the number that the arbiter has assigned. If
+    neither number is known, the job adds one worker, which is removed if no node takes it.
     """
     job, observation, now_s = draft.job, draft.observation, draft.observation.now_s
     workers = {key: pod for key, pod in draft.review.current.items() if pod.role == WORKER}
@@ -153,7 +153,7 @@ def _find_indices(draft: JobDraft) -> None:
 
 
 def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: float) -> Iterator[int]:
-    """Yield indices of workers in the order to fill them: first those whose pods have just ended.
+    """Yield free worker indices in the order to fill them: first those of workers whose pods have just ended.
 
     Such a worker keeps its place; other free indices count as growth. A gang's minimum is its first indices, so these
     are filled in order.
@@ -186,15 +186,15 @@ def _back_off(record: MemberRecord, now_s: float) -> MemberRecord:
 
 
 _ENDING_S: Final = 60.0
-"""How long the other workers may take to store their last states and end. Their grace period applies instead if it is
-longer."""
+"""How long the other workers may take to store their last states and end. If their grace period is longer, it applies
+instead."""
 _MOST_NOTES: Final = 5
 _MOST_EVENT_CHARS: Final = 900  # the API takes 1,024 bytes, and its recorder cuts off a traceback's end
 _START_LOOK_S: Final = 30.0  # to recheck workers that do not start: a missing volume or secret changes no pod
 
 
 def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
-    """Decide what to do about a job. At rest, nothing changes, not even the status."""
+    """Decide what to do about a job. For a job at rest, nothing changes, not even the status."""
     if job.deleting:
         return Plan(status=dict(job.status))  # pods are deleted with their owner
     if phase := find_final_phase(job):
@@ -410,8 +410,9 @@ def _note_changes(draft: JobDraft) -> None:
         draft.note("Started", f"{len(draft.create)} workers are created; {draft.target} are wanted")
         grown = []
     if grown:
-        draft.note("Growing", f"{len(draft.workers)} workers, and {len(grown)} are created; {draft.target} are wanted")
+        added = f"{len(grown)} workers are created in addition to {len(draft.workers)}"
+        draft.note("Growing", f"{added}; {draft.target} are wanted")
     if draft.shrunk:
         draft.note("Shrinking", f"{len(draft.shrunk)} workers are removed; {draft.target} are wanted")
     for key in draft.homeless:
-        draft.note("NoRoom", f"no node takes {key}: it is removed, and retried later")
+        draft.note("NoRoom", f"no node takes {key}: it is removed, and created again later")

@@ -84,8 +84,8 @@ class Completion:
     Attributes:
         key: the worker that was the first to end.
         seen_s: when the operator first saw that a worker ended, Unix time. (The nodes' clocks may be minutes off.)
-        failure: why the job has failed nevertheless, because a worker's last state is not stored; None if all last
-            states are stored.
+        failure: why the job has nevertheless failed: a worker's last state is not stored. None if all last states are
+            stored.
     """
 
     key: str
@@ -207,17 +207,17 @@ SOON_S: Final = 0.5  # least time until a requeue: times in statuses have whole 
 
 @dataclass
 class JobDraft:
-    """A job's plan being built: the planner fills it, and its status is written from it.
+    """A job's plan while it is being built: the planner fills in the plan, and the job's status is written from it.
 
     Attributes:
         workers: live pods that stay; each is its member's newest attempt.
         create: indices of workers whose pods are created now.
-        waiting: keys of workers to create later -> when, Unix time.
+        waiting: maps keys of workers to create later to the time of their creation, Unix time.
         shrunk: keys of workers to remove because fewer are wanted.
         homeless: keys of workers above the minimum to remove because no node takes them.
-        succeeded: the worker that ended the job, once all others have ended.
+        succeeded: the worker that ended the job, once all other workers have ended.
         times: when the decision will change merely because time passes, Unix time.
-        reasons: name of a pod -> why it is removed.
+        reasons: maps names of pods to why they are removed.
     """
 
     job: ElasticJob
@@ -261,14 +261,14 @@ class JobDraft:
         )
 
     def get_requeue_s(self) -> float | None:
-        """Return in how many seconds the decision changes merely because time passes; None if it does not."""
+        """Return the seconds until the decision changes merely because time passes; None if it will not change."""
         now_s = self.observation.now_s
         times = [time_s for time_s in self.times if time_s > now_s]
         return max(SOON_S, min(times) - now_s) if times else None
 
 
 def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | None:
-    """Return since when a job has waited for GPUs for its minimum (Unix time); None if it does not, or if unrecorded.
+    """Return when a job began to wait for GPUs for its minimum (Unix time); None if it does not wait, or if unrecorded.
 
     A job counts as waiting if all the pods of its minimum exist and the scheduler lacks GPUs for at least one of them.
     Waiting for a quota or a volume does not count, since it must not hold other jobs back. Time before a suspension
@@ -287,7 +287,7 @@ def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | 
 
 
 def get_started_s(job: ElasticJob) -> float | None:
-    """Return the start of a job's present run, Unix time; None before the run starts and while it is suspended."""
+    """Return the start of a job's present run, Unix time; None before the run starts and while the job is suspended."""
     return read_time(job.status.get("startTime"))
 
 
@@ -396,8 +396,8 @@ def _describe_running(draft: JobDraft) -> Condition:
         return build(False, "BackingOff", _describe_waiting(draft))
     count = sum(pod.scheduled for pod in draft.workers)
     if count < job.min_replicas:
-        return build(False, "NotScheduled", f"{count} of the {job.min_replicas} workers that it needs have a node")
-    return build(False, "Starting", f"{ready} of the {job.min_replicas} workers that it needs are ready")
+        return build(False, "NotScheduled", f"{count} of the {job.min_replicas} workers that the job needs have a node")
+    return build(False, "Starting", f"{ready} of the {job.min_replicas} workers that the job needs are ready")
 
 
 def _describe_waiting(draft: JobDraft) -> str:
@@ -407,7 +407,7 @@ def _describe_waiting(draft: JobDraft) -> str:
     why = f": it ended, {end.cause.replace('_', ' ')} ({end.evidence})" if end is not None else ""
     if end is not None and (lines := end.message.strip().splitlines()):
         why += f": {lines[-1].strip()}"
-    others = f"; {len(waiting) - 1} others wait too" if len(waiting) > 1 else ""
+    others = f"; {len(waiting) - 1} more wait" if len(waiting) > 1 else ""
     return f"{key} is restarted at {format_time(waiting[key])}{why}{others}"
 
 

@@ -27,7 +27,7 @@ DEFAULT_COMMAND: Final = ("edl",)
 TERMINATION_LOG: Final = "/dev/termination-log"
 UNREACHABLE_S: Final = 30
 """A pod is removed from an unresponsive node after this time, instead of Kubernetes' 300 s, because a job waits for the
-pod. If this were much shorter, a restart of the kubelet would lose the node's pods."""
+pod. If this time were much shorter, the node would lose its pods whenever its kubelet restarts."""
 _LOST_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
@@ -44,8 +44,9 @@ def build_member_pod(
 ) -> Object:
     """Return the pod of a member's next attempt: equal inputs give equal objects.
 
-    `args` are those of `edl`, from the subcommand on; labels and annotations are added to the template's; `resources`
-    are for the main container, instead of the template's and without its sidecars.
+    `args` are the arguments of `edl`, from the subcommand on. `labels` and `annotations` are added to those of the
+    template. `resources` replaces the resources of the template's main container; the template's sidecars are then left
+    out.
     """
     template = copy.deepcopy(dict(owner.template))
     metadata, spec = dict(get_mapping(template, "metadata")), dict(get_mapping(template, "spec"))

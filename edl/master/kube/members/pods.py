@@ -1,6 +1,6 @@
-"""Member pods: their names and labels, and the plain values and the evidence of an end that planners use.
+"""Member pods: their names and labels, their state as plain values for planners, and the evidence about their ends.
 
-A name has the attempt, so a pod on a dead node does not block its successor.
+A pod's name contains the number of the attempt, so a pod on a dead node does not block its successor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PREVIOUS_SPEC_APPLIES: Final = "until you correct this, the previous spec applie
 """End of the message of Accepted=False if the operator continues with the spec before an invalid edit."""
 
 MAX_LABEL_CHARS: Final = 63
-"""The limit of a DNS-1123 label and of a label's value; the host name of a longer pod name is cut."""
+"""Maximum length of a DNS-1123 label and of a label's value. If a pod's name is longer, its host name is truncated."""
 _HASH_CHARS: Final = 8  # 32 bits: with a thousand cut names in a namespace, two collide in 1 of 8,000 clusters
 _NOT_IN_A_LABEL: Final = re.compile(r"[^a-z0-9-]")
 
@@ -129,7 +129,7 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
 
 
 def _find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str]) -> tuple[str, str]:
-    """Return why a pod cannot start its main container (reason, message); empty if it can, or was asked to end."""
+    """Return why a pod cannot start its main container (reason, message); empty if it can, or is ending."""
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
         return "", ""
     status = get_mapping(pod, "status")
@@ -157,7 +157,8 @@ def _read_int(value: object) -> int | None:
 
 _MAX_NUMBER = 10**9  # of an index or attempt: no operator reaches it, and every JSON parser represents it exactly
 _FIRST_TIME_S = 86_400.0
-"""Earlier times stand for zero in Unix or Go, which containerd writes for a container that never started."""
+"""Earlier Unix times stand for the zero time of Unix or Go. Containerd writes such a time for a container that never
+started."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ class MemberPod:
             container.
         container_end: how its main container last ended, even if the container was restarted since then; empty if it
             never ended.
-        termination: the evidence about why the pod ended; for a running pod, the evidence if it ended now.
+        termination: the evidence about why the pod ended; for a running pod, the evidence that there would be if it
+            ended now.
     """
 
     name: str
@@ -224,7 +226,7 @@ class MemberPod:
 
     @property
     def starting(self) -> bool:
-        """Whether the pod has a node and its containers are starting, or wait for a volume, which changes no pod."""
+        """Whether the pod has a node and its containers start, or wait for a volume (the status is the same)."""
         return self.live and self.scheduled and self.phase == "Pending" and self.waiting in STARTING
 
     @property
@@ -234,7 +236,7 @@ class MemberPod:
 
     @property
     def placed_s(self) -> float:
-        """Since when its containers could start, Unix time: the pod may have waited for a node for hours before."""
+        """When the pod got a node, Unix time: it may have waited for hours. If unknown, when the pod was created."""
         return self.created_s if self.scheduled_s is None else self.scheduled_s
 
     @property
@@ -250,7 +252,7 @@ class MemberPod:
 def read_member_pods(
     pods: Iterable[Mapping[str, Any]], owner_uid: str, events: Mapping[str, Mapping[str, str]] | None = None
 ) -> tuple[tuple[MemberPod, ...], tuple[str, ...]]:
-    """Return an owner's member pods, by role, index and try, and why other pods with the owner's label do not count."""
+    """Return an owner's member pods, sorted by role, index and try, and why other pods with its label do not count."""
     found: list[MemberPod] = []
     reasons: list[str] = []
     for pod in pods:

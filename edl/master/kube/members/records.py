@@ -1,7 +1,7 @@
 """Records of members in their owner's `status.members`, and the next step after a member's end.
 
 A record is written before its pod is deleted or created. So after a crash, the next operator knows whether a pod's end
-was counted, and which attempt follows. Within a pod, `edl run` restarts its workers; once the pod has ended, the
+was counted, and which attempt follows. Within a pod, `edl run` restarts the workers; once the pod has ended, the
 relaunch table of `edl.master.scaling` decides whether a new pod follows. If a member ran for a long time, or its owner
 made progress, failures are counted from zero again.
 """
@@ -31,15 +31,15 @@ from edl.master.scaling.terminations import (
 )
 
 MAX_MESSAGE_CHARS: Final = 400
-"""Most characters kept from the message of a member's last end: a thousand members then take 0.4 MB of etcd's 1.5 MB
-per object."""
+"""Maximum number of characters kept from the message of a member's last end: the messages of a thousand members then
+take 0.4 MB of etcd's 1.5 MB per object."""
 MAX_MEMORY_FACTOR: Final = MEMORY_STEP**3  # the relaunch table's three steps: a status with more was written by hand
 _PACE_S: Final = 10.0
 _BURST_S: Final = 40.0
 """To limit the load on the cluster, a member gets one pod every `_PACE_S` seconds in the long run, and at most
 `_BURST_S / _PACE_S` more at once."""
 _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
-"""A member's role and index; other keys, written by hand, are ignored."""
+"""Matches a member's role and index. Other keys were written by hand, and are ignored."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,15 @@ class MemberEnd:
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """A member, over all its pods. Times are Unix times.
+    """The record of a member, for all of its pods. Times are Unix times.
 
     Attributes:
         try_number: the number of its newest pod, or of the next one.
-        uid: uid of the pod of that attempt, once the pod has been seen. If it is gone later, it counts as ended.
-        failures: cause -> how many times in a row the member ended with it, without progress in between.
+        uid: uid of the pod of that attempt, once the pod has been seen. If the pod is missing later, it counts as
+            ended.
+        failures: maps each cause to how many times in a row the member ended with it, without progress in between.
         not_before_s: when the pod of this attempt may be created; None for at once.
-        paced_until_s: until when the member gets no more pods at its normal pace, because of the pods created so far.
+        paced_until_s: when the member's next pod would be due at its normal pace, given the pods created so far.
     """
 
     try_number: int = 0
@@ -107,7 +108,7 @@ class MemberRecord:
 
     @property
     def replaces(self) -> bool:
-        """Whether the pod of this attempt, which was not yet seen, replaces a pod that has just ended."""
+        """Whether the pod of this attempt has not been seen yet, and replaces a pod that has just ended."""
         end = self.last_end
         return end is not None and end.try_number == self.try_number - 1 and not self.uid and not end.displaced
 
@@ -119,7 +120,7 @@ class MemberRecord:
         return replace(self, last_end=replace(self.last_end, displaced=True)) if self.last_end is not None else self
 
     def begin_try(self, now_s: float, delay_s: float = 0.0) -> MemberRecord:
-        """Return the record for the member's next pod, due after `delay_s`, or later after too many recent pods."""
+        """Return the record for the next pod, due after `delay_s`, or later if there were too many pods recently."""
         # A time further ahead than the pace allows is from before the clock was set back.
         used_until_s = max(now_s, min(self.paced_until_s, now_s + _BURST_S + _PACE_S))
         allowed_s = max(now_s + delay_s, used_until_s - _BURST_S)
@@ -258,12 +259,13 @@ def _read_count(value: object) -> int | None:
 LAUNCH_PATIENCE_S: Final = 120.0
 """A container that cannot start counts as ended after this time. In this time, the kubelet tries four times."""
 STEADY_S: Final = 600.0
-"""After a run of this length a member's failures are counted from zero: twice the longest delay between attempts."""
+"""After a run of this length, a member's failures are counted from zero. This is twice the longest delay between
+attempts."""
 EXCLUSION_S: Final = 900.0
 """How long a member avoids a node where it failed: pressure on its memory or disk has passed by then."""
 FAULTY_EXCLUSION_S: Final = 86_400.0  # for a node with a broken GPU, a day: people have to repair it
 _MOST_EXCLUDED: Final = 8
-"""Most nodes that a member avoids: only the latest ones are kept. With more, a small cluster has no node left."""
+"""Maximum number of nodes that a member avoids, the latest ones. With more, a small cluster might have no node left."""
 _TAKEN: Final = frozenset({"PreemptionByScheduler", "Preempted", "Preempting"})
 """Reasons by which the scheduler and the kubelet report that another pod took a pod's place."""
 ROOM_PATIENCE_S: Final = 60.0
@@ -272,7 +274,7 @@ ROOM_PATIENCE_S: Final = 60.0
 
 @dataclass(frozen=True)
 class MemberOutcome:
-    """A member's counted end; `record` is the member's new record."""
+    """The outcome of counting a member's end; `record` is the member's new record."""
 
     record: MemberRecord
     verdict: TerminationVerdict
@@ -442,5 +444,5 @@ def review_members(
 
 
 def list_superseded(records: Mapping[str, MemberRecord], pods: Iterable[MemberPod]) -> tuple[MemberPod, ...]:
-    """Return the pods to delete: those whose ends were counted, or that were released, and that still exist."""
+    """Return the existing pods to delete: pods whose ends were counted, and pods that were released."""
     return tuple(pod for pod in pods if not pod.deleting and pod.key in records and records[pod.key].is_superseded(pod))

@@ -36,7 +36,7 @@ _CLOSE_S: Final = 2.0  # for `close` to write a few dozen events, a fraction of 
 
 
 class EventRecorder:
-    """Writes events in order, in its own thread; `clock` is the API server's, in seconds since 1970.
+    """Writes events in order, in its own thread; `clock` returns the API server's Unix time.
 
     An event's name is derived from its content, so a second or restarted operator continues counting repeated events.
     """
@@ -89,7 +89,7 @@ class EventRecorder:
         self._loop.wake()
 
     def close(self) -> None:
-        """Write queued events, for seconds at most, and end the thread."""
+        """Write queued events for a few seconds at most, and end the thread."""
         deadline = time.monotonic() + _CLOSE_S
         while self._waiting and time.monotonic() < deadline and not self._backoff.failures:
             self._loop.wake()
@@ -152,7 +152,7 @@ class PodEvidence:
         """Return reasons and messages of events, by uid of pods that have ended, are ending, or cannot start.
 
         For a pod that cannot start, only its latest event is returned, and only if this event says that the pod cannot
-        start. Without permission to read events, there are none.
+        start. Without permission to read events, the result is empty.
         """
         found = {}
         starting: list[tuple[float, str]] = []
@@ -200,7 +200,7 @@ def _get_time(event: Mapping[str, Any]) -> str:
 
 
 def _find_placed_s(pod: Mapping[str, Any]) -> float:
-    """Return when a pod got its node, or was created; 0 if unknown."""
+    """Return when a pod got its node or, if unknown, when it was created; 0 if both are unknown."""
     conditions = (pod.get("status") or {}).get("conditions") or []
     times = [item.get("lastTransitionTime") for item in conditions if item.get("type") == "PodScheduled"]
     found = (read_time(text) for text in (*times, (pod.get("metadata") or {}).get("creationTimestamp")))

@@ -34,7 +34,7 @@ from edl.master.kube.operator.monitoring import OperatorHealth
 logger = logging.getLogger(__name__)
 
 ALL_NAMESPACES: Final = "*"
-"""In place of a namespace: the whole cluster."""
+"""Stands for the whole cluster, in place of a namespace."""
 
 _JITTER: Final = 0.2  # so that keys that failed together are not retried together
 
@@ -158,7 +158,7 @@ class WorkQueue:
         self._due[key] = min(due_s, self._due.get(key, due_s))
 
     def _find_next(self) -> tuple[str, float]:
-        """Return the key that is due first, and when; infinity if no key waits. Active keys wait until they finish."""
+        """Return the next key, and the time when it is due (infinity without keys). Active keys wait for `finish`."""
         waiting = (item for item in self._due.items() if item[0] not in self._active)
         return min(waiting, key=lambda item: item[1], default=("", math.inf))
 

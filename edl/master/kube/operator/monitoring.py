@@ -36,7 +36,7 @@ class OperatorHealth:
         self._beat_s = self._clock()
 
     def set_waiting(self, reason: str) -> None:
-        """Record why the watches wait; `reason` is empty if they do not."""
+        """Record why the watches wait; `reason` is empty if they do not wait."""
         self._waiting = reason
 
     def note_request(self, code: int) -> bool:
@@ -54,7 +54,7 @@ class OperatorHealth:
         """Return why the operator should be restarted; empty if it is healthy."""
         silent_s = self._clock() - self._beat_s
         if silent_s > _BEAT_LIMIT_S:
-            return f"the watches' loop gave no sign of life for {silent_s:.0f} s"
+            return f"the watches' loop has given no sign of life for {silent_s:.0f} s"
         stuck_s = self._get_stuck_s()
         if stuck_s > _WORK_LIMIT_S:
             return f"the work on a resource has taken {stuck_s:.0f} s"
@@ -82,7 +82,7 @@ class OperatorMetrics:
         self.registry: Final = CollectorRegistry()
         self._reconciles = Histogram(
             "edl_operator_reconcile_seconds",
-            "Seconds to reconcile a resource, with all requests",
+            "Seconds to reconcile a resource, including all requests",
             ["kind"],
             buckets=_SECONDS,
             registry=self.registry,
@@ -102,7 +102,7 @@ class OperatorMetrics:
 
 
 _GIVE_BACK_S: Final = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0)
-"""The target is a median of 2 s, and a maximum of a teacher's grace period (10 s by default)."""
+"""The target is a median of 2 s, and at most a teacher's grace period (10 s by default)."""
 _MOST_PODS: Final = 10_000  # waiting pods remembered, about a megabyte; the oldest are forgotten first
 
 
@@ -116,7 +116,7 @@ class GiveBackMeter:
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = Histogram(
             "edl_give_back_seconds",
-            "Seconds from creation to a node, for pods for which a teacher left",
+            "Seconds from a pod's creation until it got a node, for pods for which a teacher left",
             buckets=_GIVE_BACK_S,
             registry=registry,
         )

@@ -44,8 +44,8 @@ class OperatorSettings:
         allow_stores: Prefixes of additional stores that it may open: see `StoreAllowlist`.
         pods: Limits on pod templates.
         workers: Number of resources reconciled concurrently.
-        resync_s: Seconds after which each resource is reconciled in any case, less often if there are many. This finds
-            changes that no event reported.
+        resync_s: Seconds after which each resource is reconciled even without an event, less often if there are many
+            resources. This finds changes that no event reported.
         resync_rate: Largest number of such reconciliations per second. Each takes two requests.
         capacity: Whether to watch nodes and all pods of the cluster, if allowed.
         host: Address where `/livez`, `/readyz` and `/metrics` are served; None for nowhere.
@@ -122,7 +122,7 @@ class Operator:
             self._closing = stack.pop_all()
 
     def close(self) -> None:
-        """Stop, within seconds, even if work is in progress."""
+        """Stop within a few seconds, even if work is in progress."""
         self._closing.close()
 
     def __enter__(self) -> Self:

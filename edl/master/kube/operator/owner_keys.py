@@ -41,7 +41,10 @@ class _Trace:
 
 @dataclass
 class _Removal:
-    """A cleanup due at `due_s`, given up at `end_s`. `version` is that of the service's key at the last attempt."""
+    """A cleanup due at `due_s`, given up at `end_s`.
+
+    `version` is the version of the service's key at the last attempt.
+    """
 
     trace: _Trace
     due_s: float
@@ -71,7 +74,7 @@ class OwnerKeyCleanup:
         self._loop = BackgroundLoop("edl-operator-owner-keys", self.step)
 
     def note(self, owner: ElasticJob | TeacherPool) -> None:
-        """Track a resource. A new resource with the same name means that the former is gone."""
+        """Track a resource. A new resource with the same name means that the former resource is gone."""
         kind: WantedKind = "workers" if isinstance(owner, ElasticJob) else "teachers"
         name = owner.job_id if isinstance(owner, ElasticJob) else owner.service
         trace = _Trace(owner.uid, kind, name, owner.store, owner.namespace)
@@ -148,7 +151,7 @@ def _delete_keys(store: Store, removal: _Removal) -> str:
 
 
 def delete_job_keys(store: Store, job_id: str) -> str:
-    """Delete a job's keys, or return who still uses them (agents or a master); DiscoveryError without an answer."""
+    """Delete a job's keys, or return who still uses them (agents or a master); DiscoveryError if unreachable."""
     entries = store.list(f"jobs/{job_id}/")
     if any(entry.key.startswith(f"jobs/{job_id}/nodes/") for entry in entries):
         return "its agents are running"

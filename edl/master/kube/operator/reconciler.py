@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Object:
-    """Return the merge patch from `before` to `after`, in which nothing is empty, see `keep_present`."""
+    """Return the merge patch from `before` to `after`, which contains nothing empty (see `keep_present`)."""
     patch: Object = {name: None for name, old in before.items() if old is not None and name not in after}
     for name, new in after.items():
         old = before.get(name)
@@ -57,7 +57,7 @@ def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ob
 def keep_present(value: Any) -> Any:
     """Return JSON without nulls, which a merge patch would treat as removals, and without empty texts.
 
-    API servers of 1.20 refuse empty texts as nulls if the schema requires text.
+    Kubernetes 1.20 treats an empty text as null, and refuses it if the schema requires text.
     """
     if isinstance(value, Mapping):
         return {name: keep_present(inner) for name, inner in value.items() if inner is not None and inner != ""}
@@ -73,7 +73,7 @@ def _encode(value: Any) -> str:
 def set_condition(
     status: Mapping[str, Any], condition: Condition, generation: int, now_s: float, before: Mapping[str, Any]
 ) -> Object:
-    """Return a status with a condition, whose transition time is kept from `before`."""
+    """Return a status with a condition; if unchanged, the condition keeps its transition time from `before`."""
     written = write_conditions(_list_conditions(before), [condition], generation, now_s)
     others = [item for item in _list_conditions(status) if item.get("type") != condition.type]
     return {**status, "conditions": [*written, *others]}
@@ -88,7 +88,7 @@ _KEPT_S: Final = 900.0  # then an object is rewritten, which restores a disrupti
 
 
 SCALED_BY: Final = "edl.io/scaled-by"
-"""Annotation with the name of the pool that an object's owner allows to scale the object. Without it, the author of a
+"""Annotation by which an object's owner allows a pool, given by name, to scale the object. Without it, the author of a
 pool could scale anyone's objects with the operator's permissions."""
 _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "ReplicaSet": "replicasets"}
 """Plurals of scalable kinds. For other kinds an "s" is added, as in most CRDs."""
@@ -126,8 +126,8 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
 
 _CONFLICT_RETRY_S: Final = 0.2  # before rereading a resource that changed since it was read
 _MOST_WARNED: Final = 1000
-"""Most warnings that are remembered, so that each is logged only once. They are about pods that have a resource's label
-but are not members."""
+"""Maximum number of warnings that are remembered, so that each is logged only once. The warnings are about pods that
+have a resource's label but are not members."""
 _REFUSALS: Final[Mapping[type[Exception], str]] = {
     InvalidObjectError: "ObjectRefused",
     AccessDeniedError: "AccessDenied",
@@ -158,7 +158,7 @@ class Reconciler:
     the resource has changed since it was read. Names of pods are derived from the status. Only pods with the observed
     uid are deleted, and an existing object of the resource counts as created.
 
-    `clock` is the API server's, which timestamps pods, in seconds since 1970.
+    `clock` returns the Unix time of the API server, which timestamps pods.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Reconciler:
         return self._statuses.get(key) == _encode(keep_present(status))
 
     def reconcile(self, key: str) -> float | None:
-        """Read a resource and its pods, and carry out its plan; EDLError if a call failed: reconcile again.
+        """Read a resource and its pods, and carry out its plan; if this raises an EDLError, reconcile again.
 
         Returns:
             Seconds until the next reconciliation, even if nothing changes; infinite for never; None if the resource is
@@ -372,7 +372,7 @@ class Reconciler:
         self._done.setdefault(owner.key, {})[owner.uid, kind.plural, name] = text, time.monotonic()
 
     def _has_pod(self, owner: MemberOwner, name: str) -> bool:
-        """Whether a named pod is the owner's, not that of an earlier namesake; ConflictError if the pod is gone."""
+        """Whether a pod is the owner's, not an earlier owner's of that name; ConflictError if the pod is gone."""
         found = self._api.list(PODS, owner.namespace, field_selector=f"metadata.name={name}").items
         if not found:
             raise ConflictError(f"{owner.key}: pod {name} existed, and is gone")
@@ -394,7 +394,9 @@ class Reconciler:
                 skipped.append(pod["metadata"]["name"])
         if self._write_status(owner.resource_type, fresh, {**status, "members": members}):
             for name in skipped:
-                message = f"a pod named {name} exists that is not this resource's: the next attempt's name is used"
+                message = (
+                    f"a pod named {name} exists, but does not belong to this resource: the next attempt's name is used"
+                )
                 logger.warning("%s: %s", owner.key, message)
                 self._record_event(owner.resource_type, fresh, EventNote("Warning", "NameTaken", message, name))
 
@@ -421,7 +423,7 @@ class Reconciler:
         return None if written is None else True
 
     def _note_refusal(self, owner: MemberOwner, plan: Plan) -> Plan:
-        """Keep the condition about an object that the API server refuses until it is accepted or the spec changes."""
+        """Keep the condition about a refused object until the API server accepts the object or the spec changes."""
         uid, generation, problem = self._refusals.get(owner.key, ("", 0, None))
         if problem is None or (uid, generation) != (owner.uid, owner.generation):
             return plan

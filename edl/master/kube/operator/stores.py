@@ -39,11 +39,11 @@ _ETCD: Final = ("etcd", "etcd+https")
 
 @dataclass(frozen=True)
 class StoreAllowlist:
-    """Stores that may be opened: the operator's own, others of its scheme, host and port, and those with a prefix.
+    """Stores that may be opened: the operator's own, stores on the same server, and stores with an allowed prefix.
 
     The author of a resource chooses its store. If the operator opened every store, it would send its token to any host,
-    and requests to addresses that only it can reach. A prefix is `SCHEME://HOST:PORT`, `SCHEME://HOST` for any port, or
-    `SCHEME://` for any host.
+    and would send requests to addresses that only the operator can reach. A prefix is `SCHEME://HOST:PORT`,
+    `SCHEME://HOST` for any port, or `SCHEME://` for any host.
 
     Raises:
         SettingsError: a prefix has a different form.
@@ -119,7 +119,7 @@ def _find_extras(parts: SplitResult) -> str:
 
 
 def _list_members(parts: SplitResult) -> list[str]:
-    """Return the servers of a URL in normalized form; ValueError if one is not a host with a port. A file has none."""
+    """Return the servers of a URL in normalized form; ValueError if a server has no host or port. A file has none."""
     if parts.scheme == "sqlite" or not parts.netloc:
         return [parts.netloc.lower()]
     members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]
@@ -143,7 +143,7 @@ def _host_of(member: str) -> str:
 
 
 def read_progress(left: WorkLeft, value: bytes, now_s: float) -> WorkProgress | None:
-    """Return the progress in a master's report, one of several; None if it is unreadable, or has no data sets."""
+    """Return the progress in a master's latest report; None if the report is unreadable or has no data sets."""
     try:
         report = json.loads(value)
     except (ValueError, RecursionError):
@@ -177,8 +177,8 @@ _WATCH_S: Final = 1.0  # longest wait for a snapshot, and so of `close`
 _PROGRESS_S: Final = 10.0  # at most this often, as each change of a status is a write; a master reports each second
 _AWAY_S: Final = 30.0  # until resources say so: a store that is being replaced is unreachable for seconds
 _SILENT_S: Final = 600.0
-"""If the number of wanted workers was not written for this long, it is outdated: an advisor writes it every ten
-seconds, and a master that lost its node is back within two minutes."""
+"""If the number of wanted workers has not been written for this long, the number is outdated: an advisor writes it
+every ten seconds, and a master that lost its node is back within two minutes."""
 _UNANSWERED: Final = "it has not answered yet"
 
 
@@ -347,7 +347,7 @@ _MOST_OF_NAMESPACE: Final = 10  # so that the authors of one namespace cannot us
 
 @dataclass(frozen=True)
 class _Subject:
-    """The store that a resource specifies, and its query. `store` is the same for all spellings of the store's `url`.
+    """The store that a resource specifies, and what to ask it. `store` is the same for all spellings of `url`.
 
     `advised` says whether this process decides how many teachers of the service are useful.
     """
@@ -361,7 +361,7 @@ class _Subject:
 
 
 class StoreDirectory:
-    """Provides stores' answers about resources; calls `on_change` with a resource's key if one changes. Thread-safe."""
+    """Provides stores' answers about resources; calls `on_change` with a resource's key after a change. Thread-safe."""
 
     def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist) -> None:
         self._on_change = on_change
@@ -435,7 +435,7 @@ class StoreDirectory:
         others = self._followers.keys() - {self._own}
         held = {other.store for other in self._subjects.values() if other.namespace == subject.namespace} & others
         if len(held) >= _MOST_OF_NAMESPACE:
-            return f"resources of namespace {subject.namespace} hold {len(held)} stores open, which is the limit"
+            return f"resources in namespace {subject.namespace} keep {len(held)} stores open, which is the limit"
         return f"{len(others)} stores are open, which is the limit" if len(others) >= _MOST_STORES else ""
 
     def _settle(self, subject: _Subject | None) -> None:

@@ -38,7 +38,7 @@ _RETRY_S: Final = 60.0  # for a forbidden namespace: once it is allowed, its wat
 
 
 class ServiceHolders:
-    """Finds the pool that holds a service: the oldest pool whose spec or outdated teachers have it. Thread-safe.
+    """Finds the pool that holds a service: the oldest pool whose spec or outdated teachers use it. Thread-safe.
 
     The pools in each namespace are listed before the first answer. Otherwise, a new operator would assume that the
     first pool it sees is the only pool, and create teachers with the wrong model. A namespace that the operator may not

@@ -49,7 +49,7 @@ from edl.master.scaling.terminations import (
 )
 
 SERVE_PORT: Final = 8001
-"""gRPC, as in Triton: https://github.com/triton-inference-server/server/blob/main/docs/protocol/README.md."""
+"""For gRPC, as in Triton: https://github.com/triton-inference-server/server/blob/main/docs/protocol/README.md."""
 METRICS_PORT: Final = 8002
 _METRICS_NAME: Final = "metrics"
 """Name of the port for metrics, by which the chart's PodMonitor `edl-teachers` finds the port."""
@@ -160,14 +160,15 @@ def decide_growth(draft: PoolDraft, target: int, not_before_s: float | None, pod
     if failing is not None and not _may_start_elsewhere(observation, live, pod):
         return Growth(False, "TeacherFailing", f"{failing.name} does not start, or ends again and again")
     if not_before_s is not None and now_s < not_before_s:
-        return Growth(False, "BackOff", "the next teacher waits, since others ended", requeue_s=not_before_s - now_s)
+        message = "the next teacher waits, since other teachers ended"
+        return Growth(False, "BackOff", message, requeue_s=not_before_s - now_s)
     if len(live) < pool.min_replicas:
         return Growth(True, "BelowMinimum", "a teacher is created, since minReplicas is not reached", create=True)
     return _grow_into_idle_room(draft, pod)
 
 
 def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | None:
-    """Return a teacher that has long failed to start, if no other teacher fails: its node may be the cause."""
+    """Return a teacher that has been failing for long, if no other teacher fails: its node may be the cause."""
     failing = [other for other in live if is_failing(other, now_s)]
     if len(failing) != 1 or now_s - failing[0].placed_s < LAUNCH_PATIENCE_S:
         return None
@@ -176,7 +177,7 @@ def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | 
 
 
 def _may_start_elsewhere(observation: OwnerObservation, live: Sequence[MemberPod], pod: Mapping[str, Any]) -> bool:
-    """Whether another teacher may be tried although one fails. If a second teacher fails, the node is not the cause."""
+    """Whether to try another teacher although one teacher fails. If a second one fails, the node is not the cause."""
     if find_launch_failure(live, observation.now_s) is None:
         return False
     return observation.capacity is None or bool(observation.capacity.count_fitting(pod))
@@ -194,7 +195,7 @@ def _grow_into_idle_room(draft: PoolDraft, pod: Mapping[str, Any]) -> Growth:
     if fitting == 0:
         return Growth(False, "NoIdleCapacity", "no node has room for a teacher", requeue_s=_CAPACITY_LOOK_S)
     if left_s > 0:
-        message = "the last attempted teacher found no node, or was preempted; retried later"
+        message = "the last attempted teacher found no node, or was preempted; another attempt follows later"
         return Growth(False, "NoIdleCapacity", message, requeue_s=left_s)
     return Growth(True, "Creating", "a teacher is created", create=True)
 
@@ -202,8 +203,8 @@ def _grow_into_idle_room(draft: PoolDraft, pod: Mapping[str, Any]) -> Growth:
 def _scale_target(draft: PoolDraft) -> None:
     """Decide the value for the `/scale` of the pool's `scaleTargetRef`.
 
-    The operator does not create, probe or remove that object's pods one by one, and idle capacity does not matter. If
-    an autoscaler writes the same `/scale`, its value is overwritten. The pool's former teachers are removed, but their
+    The operator does not create, probe or remove that object's pods one by one, and ignores idle capacity. If an
+    autoscaler writes the same `/scale`, its value is overwritten. The pool's former teachers are removed, but their
     records stay.
     """
     pool, ref, holder = draft.pool, draft.pool.scale_target_ref, draft.observation.service_holder
@@ -247,7 +248,7 @@ that."""
 
 
 def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
-    """Decide what to do about a pool. At rest, nothing changes, not even the status."""
+    """Decide what to do about a pool. For a pool at rest, nothing changes, not even the status."""
     teachers = [pod for pod in observation.pods if pod.role == "teacher"]
     draft = PoolDraft(pool, observation, teachers, read_member_records(pool.status), ProbeBackoff.read(pool.status))
     _settle_members(draft)
@@ -297,7 +298,7 @@ def _find_requeue_s(draft: PoolDraft) -> float | None:
 
 
 def _find_leaving_look_s(leaving: Sequence[MemberPod], now_s: float) -> float:
-    """Return the seconds until the next check whether teachers are gone: few unless all outlast their grace period."""
+    """Return the seconds until the next check whether teachers are gone: few, unless all exceed their grace period."""
     hang = [pod.delete_by_s is not None and now_s > pod.delete_by_s + _START_LOOK_S for pod in leaving]
     return _START_LOOK_S if hang and all(hang) else _LEAVING_LOOK_S
 
@@ -319,7 +320,7 @@ def _settle_members(draft: PoolDraft) -> None:
             draft.live.append(pod)
         elif pod.emptied and not pod.node_silent:
             draft.delete.append(
-                PodDeletion(pod.name, pod.uid, 0, "its containers have ended: others wait for its place")
+                PodDeletion(pod.name, pod.uid, 0, "its containers have ended: other pods wait for its place")
             )
         elif not pod.deleting:  # it ended for good, or was released by an operator that died before deleting it
             draft.delete.append(PodDeletion(pod.name, pod.uid, None, "another pod has its place"))
@@ -351,7 +352,7 @@ def _record_end(draft: PoolDraft, key: str, pod: MemberPod | None, now_s: float)
 
 
 def _shrink(draft: PoolDraft, update: TeacherUpdate) -> None:
-    """Release surplus teachers: first those without a node, then the newest. Keep one that waits for a node."""
+    """Release surplus teachers: first those without a node, then the newest. At most one may wait for a node."""
     now_s, pool, target = draft.observation.now_s, draft.pool, draft.target
     gone = set()
     for pod in update.list_useless(draft.live, now_s):
@@ -455,7 +456,7 @@ def _makes_room(draft: PoolDraft, chosen: MemberPod, waiting: MemberPod | None) 
 
 
 def _is_proven(draft: PoolDraft, update: TeacherUpdate) -> bool:
-    """Whether the present spec works, once no teacher with an earlier spec is left; if not, record what is awaited."""
+    """Whether the present spec works, once no outdated teacher is left; if not, record what the update awaits."""
     if draft.awaited:
         draft.waits_for = f"no node has room for the successor of {draft.awaited}"
         return False

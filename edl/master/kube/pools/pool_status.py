@@ -1,10 +1,10 @@
-"""Which teachers a pool replaces, its plan being built (`PoolDraft`), and the status and events derived from it.
+"""Which teachers a pool replaces, the plan being built (`PoolDraft`), and the status and events derived from it.
 
 After its spec is edited, a pool replaces its teachers one by one; if there is room, it starts each successor before it
-stops the old teacher. A digest of everything that a pod is created from, its revision, tells which teachers are
-outdated. If no node has room for one more, a teacher is removed first, and no other until its successor has a node,
-because someone else may take borrowed room. If a successor does not start, the update stops, and the outdated teachers
-stay.
+stops the old teacher. Outdated teachers are recognized by their revision, a digest of everything that a pod is created
+from. If no node has room for another teacher, an old teacher is removed first. No further teacher is removed until the
+successor has a node, because other pods may take the borrowed room. If a successor does not start, the update stops,
+and the outdated teachers stay.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from edl.master.kube.resources import TeacherPool
 
 REVISION_LABEL: Final = "edl.io/revision"
 _CHARS: Final = 10
-"""40 bits distinguish the specs of a pool, 64 the places of a cluster."""
+"""40 bits (10 digits) distinguish the specs of a pool; 64 bits (16 digits) distinguish the places of a cluster."""
 _PLACE_CHARS: Final = 16
 
 
 def hash_revision(pool: TeacherPool) -> str:
     """Return the digest of everything that a teacher's pod is created from, and of no other field of the spec.
 
-    A change of the fields included here replaces all teachers of all pools when the operator is upgraded.
+    If a release of the operator includes other fields here, the upgrade replaces all teachers of all pools.
     """
     parts = {
         "serve": list(pool.serve),
@@ -127,11 +127,11 @@ class TeacherUpdate:
         return [pod for pod in outdated if not pod.scheduled or (is_failing(pod, now_s) and not stopped)]
 
     def find_failing(self, live: Sequence[MemberPod], now_s: float) -> MemberPod | None:
-        """Return a teacher with the present spec that fails; None if none does."""
+        """Return a teacher with the present spec that fails; None if no such teacher fails."""
         return next((pod for pod in self.list_updated(live) if is_failing(pod, now_s)), None)
 
     def find_starting(self, live: Sequence[MemberPod], now_s: float) -> tuple[MemberPod | None, float | None]:
-        """Return a not yet steady teacher with the current spec, and the seconds until the next check."""
+        """Return a teacher with the present spec that is not steady yet, and the seconds until the next check."""
         waits = [(_find_unsteady_s(pod, now_s), pod) for pod in self.list_updated(live)]
         unready = next((pod for _, pod in waits if not pod.ready), None)
         if unready is not None:
@@ -157,7 +157,7 @@ def is_failing(pod: MemberPod, now_s: float) -> bool:
 
 
 def choose_surplus(update: TeacherUpdate, live: Sequence[MemberPod], target: int) -> list[MemberPod]:
-    """Return the surplus of a pool, so that up to `target` teachers stay ready. An update may add one to `target`."""
+    """Return surplus teachers, so that up to `target` teachers stay ready. During an update, one more may stay."""
     outdated, updated = deque(update.list_outdated(live)), update.list_updated(live)
     newest = sorted(updated, key=lambda pod: (not pod.ready, pod.created_s, pod.index))
     waiting = deque(pod for pod in newest if not pod.scheduled)
@@ -249,7 +249,7 @@ class Growth:
 
 @dataclass
 class PoolDraft:
-    """A pool's plan being built: the planner fills it, and the status is written from it.
+    """A pool's plan while it is being built: the planner fills in the plan, and the pool's status is written from it.
 
     Attributes:
         live: teachers that count: each is its member's newest pod, and is not leaving.
@@ -257,9 +257,9 @@ class PoolDraft:
         awaited: the member that was removed to make room for its successor, while the successor has no node yet; empty
             for none.
         waits_for: what the next replacement of an outdated teacher waits for; empty for nothing.
-        look_again_s: in how many seconds to check whether what `waits_for` describes has happened; None if an event
+        look_again_s: seconds until the next check whether what `waits_for` describes has happened; None if an event
             reports this.
-        places: where its teachers may be found, see `list_places`.
+        places: where the pool's teachers may be found; see `list_places`.
         unproven: no outdated teacher is left, but not all teachers with the present spec have been ready for some
             seconds yet.
     """
@@ -311,14 +311,14 @@ class PoolDraft:
 
     @property
     def failing(self) -> str:
-        """Which teacher does not start, and why; empty if all do."""
+        """Which teacher does not start, and why; empty if all start."""
         now_s = self.observation.now_s
         if self.update is None:
             return ""
         return next((describe_failure(pod) for pod in self.live if is_failing(pod, now_s)), "")
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Release a teacher, with its pod's own grace period. This is recorded first, so its name is not reused."""
+        """Release a teacher, with its pod's own grace period; recorded first, so that the pod's name is not reused."""
         self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
 
@@ -419,7 +419,7 @@ def _describe_update(draft: PoolDraft) -> Condition:
         return Condition("Updated", True, "UpToDate", "all teachers have the present spec")
     reason = "UpdateStopped" if stopped else "Updating"
     if not draft.outdated:
-        waits = stopped or draft.waits_for or "those of the present one start"
+        waits = stopped or draft.waits_for or "teachers with the present spec are starting"
         return Condition("Updated", False, reason, f"no teacher of an earlier spec is left: {waits}")
     counted = f"{draft.outdated} of {draft.replicas} teachers have an earlier spec"
     if stopped:
@@ -459,6 +459,6 @@ def describe_transitions(draft: PoolDraft) -> tuple[EventNote, ...]:
             events.append(EventNote(kind, "Updated" if now.status else now.reason, now.message))
     ignored = _find_ignored(pool)
     if ignored is not None and ignored != before.get("ignoredReplicas"):
-        text = f"replicas: {ignored} has no effect, as scaling is auto; set external"
+        text = f"replicas: {ignored} has no effect, as scaling is auto; set scaling to external"
         events.append(EventNote("Normal", "ScaleIgnored", text))
     return tuple(events)

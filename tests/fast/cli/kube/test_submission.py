@@ -222,7 +222,7 @@ DRY = ["--image", "i", "--dry-run", "--script-in-image"]
         ("--teachers Digits=0:1 t.py", "a-z"),
         ("--run=--max-restart=3 t.py", "--run: unknown option '--max-restart'; did you mean '--max-restarts'"),
         ("--teachers d=0:1 --serve d=--callabel=a:b t.py", "--serve d=…: unknown option '--callabel'; did you mean"),
-        ("--store sqlite:///tmp/a t.py", "each would have its own"),
+        ("--store sqlite:///tmp/a t.py", "each pod would have its own"),
         ("--store ed1://a:1 t.py", "unknown scheme 'ed1'"),
         ("--teachers d=0:1 --serve d=--bogus t.py", "--serve d=…: unknown option '--bogus'"),
     ],

@@ -52,7 +52,7 @@ def test_store_of_the_operator() -> None:
 @pytest.mark.parametrize(
     ("store", "reason", "words"),
     [
-        ("sqlite:///tmp/a", "StoreNotShared", "each would have its own"),
+        ("sqlite:///tmp/a", "StoreNotShared", "each pod would have its own"),
         ("sqlite:/tmp/a", "StoreNotShared", "edl://edl-store.edl:29400"),
         ("SQLite:///tmp/a", "StoreNotShared", "omit it to use the operator's own store"),
         ("http://consul:8500", "InvalidField", "unknown scheme 'http'"),
@@ -93,7 +93,7 @@ def test_store_in_a_message_has_no_token() -> None:
         ({"template": {"spec": {}}}, "NoContainer", "containers"),
         ({"template": {"spec": {"containers": [7]}}}, "InvalidField", "containers[0]"),
         ({"template": {"spec": {"containers": [{"name": "a"}]}}}, "InvalidContainer", "image"),
-        ({"template": {"spec": {"containers": [{"name": "a", "image": "i"}] * 2}}}, "InvalidContainer", "of its own"),
+        ({"template": {"spec": {"containers": [{"name": "a", "image": "i"}] * 2}}}, "InvalidContainer", "unique name"),
         (
             {"template": {"spec": {"containers": [{"name": "a", "image": "i", "args": ["x"]}]}}},
             "ArgsInTemplate",

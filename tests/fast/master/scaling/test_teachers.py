@@ -149,13 +149,13 @@ def test_windows_of_15_s_and_300_s() -> None:
     ((up_s, up),) = service.moves
     assert (up_s, up.before, up.count) == (20.0, 1, 3), "15 s after the first look, at 5 s"
     assert up.reason == (
-        "students would ask for 200 rows/s, and a teacher computes 100: 3 would be at work for 67% of the time"
+        "students would ask for 200 rows/s, and a teacher computes 100: 3 would be busy for 67% of the time"
     )
     service.demand = 20.0
     service.run(400)
     _, (down_s, down) = service.moves
     assert (down_s, down.before, down.count) == (365.0, 3, 1)
-    assert "for 300 s no more than 1 would have done" in down.reason
+    assert "for 300 s, 1 would have been enough" in down.reason
 
 
 def test_useless_step_is_taken_back() -> None:

@@ -95,7 +95,7 @@ def test_failures_poison_with_reasons() -> None:
     assert (reply.finished, reply.poisoned) == (True, 1)
     ((_, _, text, cause),) = [event for event in job.book.events if event[0] == "poisoned"]
     assert "is given up after" in text
-    assert cause.startswith("the last one at "), cause
+    assert cause.startswith("the last failure was at "), cause
     with pytest.raises(ConflictError, match="shard 0 is not poisoned"):
         job.apply(retry_poisoned=master.RetryPoisoned(dataset="d", shards=[0, 1]))
     assert job.apply(retry_poisoned=master.RetryPoisoned(dataset="d", shards=[1])).shards == 1
@@ -308,7 +308,7 @@ def test_impossible_parts_are_refused(units: int) -> None:
     with pytest.raises(SettingsError, match="twice"):
         job.apply(mark=master.Mark(session="a", mark=1, partial=[part, part]))
     part.lease.term = 7
-    with pytest.raises(SettingsError, match="names lease 1, which it does not have"):
+    with pytest.raises(SettingsError, match="names lease 1, which the session does not have"):
         job.apply(mark=master.Mark(session="a", mark=1, partial=[part]))
     assert job.book.snapshot() == before
 

@@ -147,7 +147,7 @@ def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.
     monkeypatch.setattr("edl.master.kube.operator.stores._MOST_OF_NAMESPACE", 2)
     monkeypatch.setattr("edl.master.kube.operator.stores._MOST_STORES", 3)
     assert [ask(1), ask(2)] == ["", ""]
-    assert "namespace lab hold 2 stores" in ask(3), "refused, so that the job grows, and says why"
+    assert "namespace lab keep 2 stores" in ask(3), "refused, so that the job grows, and says why"
     assert ask(4, "other") == "", "a namespace shuts the stores of others"
     assert "3 stores are open" in ask(5, "third")
     directory.forget("job-1")

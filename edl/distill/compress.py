@@ -20,7 +20,7 @@ class TopK:
     """The k largest logits of each row, and the total weight of the other classes.
 
     With `temperature` T, the teacher's probability of class `ids[i, j]` is `exp(values[i, j] / T - L[i])`, and the
-    total probability of all other classes is `exp(tail_lse[i] - L[i])`. `L[i]` is the value with which these
+    total probability of all other classes is `exp(tail_lse[i] - L[i])`. `L[i]` is the value for which these
     probabilities sum to 1.
 
     The arrays are numpy arrays. `map` converts them to a framework's tensors; a `TopK` of tensors supports only the
@@ -55,20 +55,21 @@ class TopK:
     def _check_arrays(self) -> None:
         if self.ids.dtype.kind not in "iu" or self.values.dtype.kind != "f" or self.tail_lse.dtype.kind != "f":
             raise SettingsError(
-                f"top-k labels of types {self.ids.dtype}, {self.values.dtype}, {self.tail_lse.dtype}: "
+                f"top-k labels have types {self.ids.dtype}, {self.values.dtype}, {self.tail_lse.dtype}: "
                 "ids must be integers, values and tail_lse floating-point"
             )
         if self.ids.ndim < 1 or self.values.shape != self.ids.shape or self.tail_lse.shape != self.ids.shape[:-1]:
             raise SettingsError(
-                f"top-k labels of shapes {list(self.ids.shape)}, {list(self.values.shape)}, "
+                f"top-k labels have shapes {list(self.ids.shape)}, {list(self.values.shape)}, "
                 f"{list(self.tail_lse.shape)}: ids and values must be [rows, ..., k], tail_lse [rows, ...]"
             )
         if self.classes is not None and self.k > self.classes:
-            raise SettingsError(f"top-k labels with k={self.k} of {self.classes} classes")
+            raise SettingsError(f"top-k labels have k={self.k}, but there are only {self.classes} classes")
         if self.ids.size:
             low, high = int(self.ids.min()), int(self.ids.max())
             if low < 0 or (self.classes is not None and high >= self.classes):
-                raise SettingsError(f"top-k labels with class ids from {low} to {high}, of {self.classes} classes")
+                below = f" and below {self.classes}, the number of classes" if self.classes is not None else ""
+                raise SettingsError(f"top-k labels have class ids from {low} to {high}: must be at least 0{below}")
 
     @property
     def k(self) -> int:
@@ -172,7 +173,7 @@ def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
 
     Args:
         logits: Logits, floating-point [rows, ..., classes].
-        k: Number of logits to keep, from 1 to the number of classes; keeping all loses no information.
+        k: Number of logits to keep, from 1 to the number of classes; keeping all classes loses no information.
         temperature: Temperature at which the student's loss will be computed.
 
     Returns:

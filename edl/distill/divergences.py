@@ -63,7 +63,7 @@ class Framework(abc.ABC):
 
     @abc.abstractmethod
     def count(self, like: Any, ids: Any, counted: Any) -> Any:
-        """Return how many of each class's ids are `counted`, int32 in the shape of `like`."""
+        """Return how often each class occurs among the `counted` ids, int32 in the shape of `like`."""
 
     @abc.abstractmethod
     def join(self, parts: Sequence[Any]) -> Any:
@@ -100,7 +100,7 @@ def soft_cross_entropy(
 ) -> T:
     """Return T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
 
-    It has the same gradient as `kl_divergence`; its value is larger by the teacher's entropy.
+    The gradient is the same as that of `kl_divergence`; the value is larger by T² times the teacher's entropy.
 
     Args:
         student_logits: Logits of the student, floating-point [rows, ..., classes].
@@ -234,7 +234,7 @@ def token_loss(
             refused on the CPU. None if all tokens count.
         beta: Direction of the divergence, from 0 (forward KL) to 1 (reverse KL).
         hard_labels: Targets for `hard_weight`, whole numbers [rows, ...]: token t + 1 at row t. Rows with -100 have no
-            cross-entropy, but count in the divisor like the others.
+            cross-entropy, but count in the divisor like the other rows.
         hard_weight: Weight of the cross-entropy with `hard_labels`, from 0 to 1; the divergence gets the rest of the
             weight. The two are mixed token by token, so both are divided by the same count.
         temperature: Temperature T, which must equal the labels' temperature; None to use the labels' temperature.
@@ -307,7 +307,9 @@ def hard_targets(hard_labels: Any, hard_weight: float, rows_of: Any, kept: Any |
         raise SettingsError(f"hard_labels are {targets.dtype}: expected whole numbers")
     rows = list(rows_of.shape[:-1])
     if list(targets.shape) != rows:
-        raise SettingsError(f"hard_labels are {list(targets.shape)}, the logits have rows {rows}: they do not match")
+        raise SettingsError(
+            f"hard_labels are {list(targets.shape)}, but the logits have rows {rows}: they do not match"
+        )
     targets = framework.cast(targets, "int64")
     return targets if kept is None else targets.masked_fill(~kept, NO_LABEL)
 
@@ -322,7 +324,7 @@ def mixed_losses(losses: Any, student_logits: Any, targets: Any | None, hard_wei
 
 
 def kept_rows(mask: Any | None, rows_of: Any) -> Any | None:
-    """Return a bool or integer mask [rows, ...] as bool; None if `mask` is. `rows_of`: a tensor [rows, ..., any]."""
+    """Return a bool or integer mask [rows, ...] as bool; None if it is None. `rows_of`: a tensor [rows, ..., any]."""
     if mask is None:
         return None
     framework = framework_of(rows_of)
@@ -331,7 +333,7 @@ def kept_rows(mask: Any | None, rows_of: Any) -> Any | None:
         raise SettingsError(f"the mask is {mask.dtype}: expected bool or whole numbers, 0 for tokens to ignore")
     rows = list(rows_of.shape[:-1])
     if list(mask.shape) != rows:
-        raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {rows}: they do not match")
+        raise SettingsError(f"the mask is {list(mask.shape)}, but the logits have rows {rows}: they do not match")
     if mask.dtype == framework.module.bool:
         return mask
     if framework.can_look(mask) and bool((mask < 0).any()):
@@ -340,7 +342,7 @@ def kept_rows(mask: Any | None, rows_of: Any) -> Any | None:
 
 
 def total(losses: Any, kept: Any | None, token_count: Any, reduction: Reduction) -> Any:
-    """Return losses [rows, ...], their sum, or their sum divided by the number of tokens (at least by 1)."""
+    """Return losses [rows, ...], their sum, or their sum divided by the number of tokens, at least 1."""
     if kept is not None:
         losses = framework_of(losses).module.where(kept, losses, 0.0)
     if reduction != "mean":
@@ -354,7 +356,7 @@ def divisor(token_count: Any, here: Any, losses: Any) -> Any:
     count = here if token_count is None else token_count
     if isinstance(count, framework.module.Tensor):
         if math.prod(count.shape) != 1:
-            raise SettingsError(f"token_count is of shape {list(count.shape)}: expected a single number")
+            raise SettingsError(f"token_count has shape {list(count.shape)}: expected a single number")
         return framework.cast(framework.tensor(count, losses).detach().reshape([]), losses.dtype).clip(min=1)
     if not isinstance(count, numbers.Real) or not 0 <= float(count) < math.inf or (count == 0 and int(here)):
         raise SettingsError(f"token_count={count!r}: must be a number of tokens, or None to count those in the mask")
@@ -399,7 +401,7 @@ class MixedLoss:
             teacher: Outputs of the teacher, of the same shape, or `TopK`. None to compute only the hard loss, for
                 example for batches without teachers.
             labels: True classes, whole numbers [rows, ...] or [rows, ..., 1], or probabilities in the shape of the
-                logits; required unless `alpha` is 1 and there is a teacher. Rows with label -100 do not count in the
+                logits; required unless `alpha` is 1 and `teacher` is not None. Rows with label -100 do not count in the
                 hard loss, which is 0 if all rows have this label.
 
         Returns:
@@ -412,7 +414,7 @@ class MixedLoss:
             return self._soft(student_logits, teacher)
         if labels is None:
             raise SettingsError(
-                f"labels are missing: alpha={self.alpha} mixes in a hard loss; alpha=1 uses none"
+                f"labels are missing: alpha={self.alpha} includes a hard loss; only alpha=1 needs no labels"
                 if teacher is not None
                 else "both the teacher's labels and hard labels are missing"
             )
@@ -501,7 +503,7 @@ def of_one_shape(student: Any, teacher: Any) -> tuple[Any, Any]:
 
 
 def teachers_part(value: Any, student: Any) -> Any:
-    """Return labels as a tensor with the student's device and dtype, without a gradient."""
+    """Return labels as a tensor on the student's device, with the student's dtype and without a gradient."""
     framework = framework_of(student)
     return framework.cast(framework.tensor(value, student).detach(), student.dtype)
 
@@ -607,7 +609,7 @@ def check_distinct(framework: Framework, ids: Any) -> None:
     rows = np.sort(rows[rows.any(axis=-1)], axis=-1)  # padding is rows of zeros
     twice = rows[:, 1:][rows[:, 1:] == rows[:, :-1]]
     if twice.size:
-        raise SettingsError(f"top-k labels have class {int(twice[0])} twice in a row: each may appear once")
+        raise SettingsError(f"a row of top-k labels has class {int(twice[0])} more than once: classes must be distinct")
 
 
 def _check_top_k(framework: Framework, student: Any, teacher: TopK, ids: Any, padded_vocabulary: bool) -> None:
@@ -616,11 +618,13 @@ def _check_top_k(framework: Framework, student: Any, teacher: TopK, ids: Any, pa
         raise SettingsError(f"logits are {list(student.shape)}, top-k labels {list(ids.shape)}: the rows do not match")
     if not padded_vocabulary and (teacher.k > classes or teacher.classes not in (None, classes)):
         raise SettingsError(
-            f"the student has {classes} classes, the teacher {teacher.classes or f'at least {teacher.k}'}"
+            f"the student has {classes} classes, but the teacher has {teacher.classes or f'at least {teacher.k}'}"
         )
     if not framework.can_look(ids):
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or (high >= classes and not padded_vocabulary):
-        raise SettingsError(f"the student has {classes} classes, the labels contain class {low if low < 0 else high}")
+        raise SettingsError(
+            f"the student has {classes} classes, but the labels contain class {low if low < 0 else high}"
+        )
     check_distinct(framework, ids)

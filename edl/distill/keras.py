@@ -165,7 +165,7 @@ class DistillationLoss(keras.losses.Loss):  # type: ignore[misc]
 
 @keras.saving.register_keras_serializable("edl")
 class DistillationAccuracy(keras.metrics.SparseCategoricalAccuracy):  # type: ignore[misc]
-    """The accuracy for targets with or without soft labels. Keras' own metric would use the wrong column.
+    """Computes the accuracy for targets with or without soft labels. Keras' own metric would use the wrong column.
 
     Args:
         name: Name of the metric.

@@ -84,7 +84,7 @@ class DistillLoader(Generic[B], abc.ABC):
         return self.label(self.loader)
 
     def label(self, batches: Iterable[B]) -> Iterator[tuple[B, Any]]:
-        """Return an epoch over these batches, instead of all batches of the loader; for example, to resume an epoch."""
+        """Return an epoch over these batches instead of all batches of the loader, for example to resume an epoch."""
         session, request = self._session, self._request
         if session is None or request is None:
             return EpochIterator(self._unlabelled(SourceIterator(batches)))
@@ -126,7 +126,7 @@ class DistillLoader(Generic[B], abc.ABC):
 
     @abc.abstractmethod
     def to_tensor(self, labels: Array) -> Any:
-        """Return the framework's tensor of `labels`. It may share their memory, because nothing else uses them."""
+        """Return the framework's tensor of `labels`, which may share their memory: nothing else uses the labels."""
 
     @abc.abstractmethod
     def move(self, value: Any, device: Any) -> Any:
@@ -333,7 +333,7 @@ def _part_getter(index: int, count: int) -> Getter:
     def get(value: Any) -> Any:
         if index + 1 < count and hasattr(value, "__len__") and len(value) < count:
             found = f"{len(value)} of the {count} named fields"
-            raise SourceError(f"a sample or batch of the source has {found} (None counts as a name)")
+            raise SourceError(f"a sample or batch of the source has only {found} (None counts as a name)")
         return value[index]
 
     return get

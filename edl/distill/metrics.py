@@ -44,9 +44,9 @@ class _ReaderCollector(Collector):
         for family, metric, text, value in (
             (counter, "wait_seconds", "Seconds that training waited for labels.", stats.wait_s),
             (counter, "hedges", "Late requests sent a second time.", stats.requests_hedged),
-            (gauge, "bytes_held", "Inputs and answers held.", stats.bytes_held),
+            (gauge, "bytes_held", "Bytes of inputs and answers held.", stats.bytes_held),
             (gauge, "rows_buffered", "Rows read ahead.", stats.rows_buffered),
-            (gauge, "cache_queue_bytes", "Labels queued for the cache.", stats.cache_queue_bytes),
+            (gauge, "cache_queue_bytes", "Bytes of labels queued for the cache.", stats.cache_queue_bytes),
             (gauge, "teachers", "Teachers in use.", stats.teachers_live),
             (gauge, "discovery_up", "Discovery answers.", not stats.discovery),
         ):
@@ -56,7 +56,7 @@ class _ReaderCollector(Collector):
         for family, metric, text, field in (
             (counter, "rows", "Rows delivered from this teacher.", "rows"),
             (counter, "failures", "Requests that failed.", "failures"),
-            (gauge, "latency_seconds", "Median of the last answers.", "median_s"),
+            (gauge, "latency_seconds", "Median latency of the last answers.", "median_s"),
             (gauge, "in_flight", "Requests now pending at this teacher.", "in_flight"),
         ):
             found = family(f"edl_reader_teacher_{metric}", text, labels=["reader", "teacher"])

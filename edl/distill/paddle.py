@@ -27,7 +27,7 @@ def distill(loader: Iterable[B], teachers: TeachersLike = None, **arguments: Any
             and `ahead`: Paddle creates the tensors of labels on its current device.
 
     Returns:
-        An iterable with the loader's length, of batches and their labels as Paddle tensors.
+        An iterable of batches with their labels as Paddle tensors. It has the loader's length.
 
     Raises:
         SettingsError: An argument is invalid.

@@ -58,8 +58,8 @@ class DistillReader:
 
     Args:
         ins: For each field of a sample, the name of the teachers' input, or None for a field that only passes through.
-            Further fields pass through too. Fields whose names the teachers' model does not have are not sent. A sample
-            with fewer fields raises `SourceError`.
+            Further fields pass through too. A field is not sent if the teachers' model has no input of that name. A
+            sample with fewer fields raises `SourceError`.
         predicts: Names of the teachers' outputs, which are appended to the fields.
         teachers: Alternative to `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`,
             or a list of `Teachers` for an ensemble.
@@ -172,7 +172,7 @@ class DistillReader:
         return self._set_source("batch", reader)
 
     def set_sequence_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of sequences: tuples of fields. Fields named in `ins` are arrays [tokens, ...] of one length.
+        """Set a source of sequences: tuples of fields. Fields named in `ins` are arrays [tokens, ...] of equal length.
 
         Sequences may differ in length, and nothing is padded. A sequence of T tokens is T rows: row t holds token t and
         the teacher's prediction of token t + 1 (the last row predicts the token after the end). Requests are filled
@@ -186,7 +186,9 @@ class DistillReader:
         return self._set_source("sequence", reader)
 
     def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of lists of sequences; the reader yields lists as long. See `set_sequence_generator`.
+        """Set a source of lists of sequences; the reader yields lists of the same lengths.
+
+        See `set_sequence_generator` for sequences.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of lists.
@@ -248,9 +250,9 @@ class DistillReader:
         """Set the rows per request.
 
         The default is 32 for samples. For batches it is the whole batch, which is split into pieces of 256 rows if it
-        is larger. For sequences it is 2,048 tokens, or a quarter of the tokens that a teacher queues. Requests are
-        smaller if a teacher accepts fewer rows. A sequence longer than the limit is not split; it becomes a request of
-        its own.
+        is larger. For sequences it is 2,048 tokens, or a quarter of the tokens that a teacher queues, if that is less.
+        Requests are smaller if a teacher accepts fewer rows. A sequence longer than the limit is not split; it becomes
+        a request of its own.
 
         Args:
             teacher_batch_size: Rows per request, at least 1.

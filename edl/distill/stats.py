@@ -21,7 +21,7 @@ class TeacherStats:
         failures: Requests that failed.
         in_flight: Requests now pending at the teacher.
         window: Number of requests that may be pending at the teacher.
-        median_s: Median latency of the last answers in seconds; 0 before the first.
+        median_s: Median latency of the last answers in seconds; 0 before the first answer.
     """
 
     endpoint: str

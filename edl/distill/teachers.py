@@ -149,7 +149,7 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
     )
 
 
-_NO_URL: Final = "name a service, or host:port of teachers; the store with the services is a separate setting"
+_NO_URL: Final = "name a service, or host:port of teachers; the store's URL is a separate setting"
 
 
 def fixed_instance(endpoint: str) -> Instance:
@@ -158,7 +158,7 @@ def fixed_instance(endpoint: str) -> Instance:
         if "://" in endpoint:
             meant = urlsplit(endpoint).netloc
             hint = f"did you mean {meant!r} (host:port)?" if _is_endpoint(meant) else _NO_URL
-            raise SettingsError(f"teacher {endpoint!r}: a URL; {hint}")
+            raise SettingsError(f"teacher {endpoint!r} is a URL; {hint}")
         other = " (name a service with Teachers(service=...) or set_dynamic_teacher)" if is_service(endpoint) else ""
         raise SettingsError(f"teacher {endpoint!r}: expected host:port, such as 10.0.0.7:8500{other}")
     if endpoint.startswith("unix:"):

@@ -55,7 +55,7 @@ def view_id(sample_id: int | str, view: int) -> int | str:
     """Return the id under which the label of a view is cached.
 
     For an integer, this is 65536 times the sample's id, plus the view's number; for a string, it is the string followed
-    by `#` and the number. It does not depend on the number of views.
+    by `#` and the number. The id does not depend on the number of views.
 
     Args:
         sample_id: Id of the sample.
@@ -92,7 +92,7 @@ class AugmentedViews(Dataset[Any]):
 
     Args:
         dataset: Data set that augments its own samples; it needs `__getitem__` and a length.
-        views: Number of views of each sample, up to 65536. You can add more later; the first ones stay the same.
+        views: Number of views of each sample, up to 65536. You can add more views later; the first views stay the same.
         seed: A different number gives different views of the same samples. The cache's `dataset` tag should include the
             seed, as well as the augmentation.
         ids: Ids of the samples by index, integers or strings, in case an index may later refer to a different sample;

@@ -2,15 +2,15 @@
 
 ::
 
-    key      what labels depend on (`CacheKey` as JSON), the layout of their records, their data set label    a record
-    under a key and sample id, with a checksum; the label with the lowest number is the oldest
+    key      what labels depend on (`CacheKey` as JSON), the layout of their records, their data set
+    label    a record under a key and sample id, with a checksum; the label with the lowest number is the oldest
 
-Several processes may share the database, which is in WAL mode, so that no process waits to read. Each `put` writes its
+Several processes may share the database. It is in WAL mode, so that reads never wait for writes. Each `put` writes its
 labels in one transaction, without a sync (`synchronous = NORMAL`). No labels are lost if the process is killed; a power
 failure may lose all labels since the last `flush`.
 
 A key's number is random, and changes when the key's labels are discarded because the data changed. Each transaction
-checks that the key still has the number that the process read first, so no label of the old data is added after the
+checks that the key still has the number that this process first read, so no label of the old data is added after the
 change.
 """
 
@@ -77,7 +77,7 @@ _MOST_VERIFIED = 1 << 22  # labels remembered as verified, about 200 bytes each:
 
 @dataclass(eq=False)
 class Namespace:
-    """The labels of a key: their layout (None without labels), the key's number, and the data set recorded for it."""
+    """Identifies a key's labels: their layout (None without labels), the key's number, and the recorded data set."""
 
     key: CacheKey
     layout: RowLayout | None = None
@@ -98,9 +98,9 @@ class Namespace:
 class LabelFolder:
     """Reads and writes labels; creates nothing if `read_only`. Thread-safe.
 
-    `evicted` counts the labels deleted to make room, and `failures` the failed calls of `put`; `failure` describes the
-    last failed call. `damaged` holds the labels found to be damaged, and `unreadable` the reason why the folder could
-    last not be read.
+    `evicted` counts the labels deleted to make room. `failures` counts the failed calls of `put`, and `failure`
+    describes the last of them. `damaged` holds the labels found to be damaged. `unreadable` is the reason for the last
+    failure to read the folder; it is empty if there was none.
     """
 
     def __init__(self, path: object, limit_bytes: int | None = None, *, read_only: bool = False) -> None:
@@ -213,8 +213,8 @@ class LabelFolder:
                 if version not in self._verified:
                     if type(record) is not bytes or space.checksum(sample, record) != checksum:
                         self.damaged.add((space.text, sample))
-                        again = "a reader and `edl label` request them again"
-                        self._warn(f"labels are damaged, first that of sample {sample!r}: {again}", "damaged")
+                        again = "a reader or `edl label` will request them again"
+                        self._warn(f"labels are damaged, the first for sample {sample!r}: {again}", "damaged")
                         continue
                     self._verified.add(version)
                 records[sample] = record
@@ -237,12 +237,12 @@ class LabelFolder:
     # The data set of the labels
 
     def data_set(self, space: Namespace) -> str:
-        """Return the text that `note_data_set` recorded, or "". From now on, `space` belongs to this data set."""
+        """Return the text that `note_data_set` recorded, "" if none. From now on, `space` belongs to this data set."""
         space.number, _, space.data_set = self._found_key(space) or (None, None, "")
         return space.data_set
 
     def check_data_set(self, space: Namespace) -> None:
-        """Raise `ConflictError` if labels of other data have replaced these since `data_set` or `note_data_set`."""
+        """Raise `ConflictError` if the key was given to other data after `data_set` or `note_data_set` was called."""
         found = self._found_key(space)
         if found is not None:
             if space.number not in (None, found[0]):
@@ -250,11 +250,11 @@ class LabelFolder:
             space.data_set = found[2]
 
     def note_data_set(self, space: Namespace, text: str, *, relabel: bool = False) -> None:
-        """Record which data the labels belong to, so that a later process can compare. Call this before reading labels.
+        """Record which data the labels belong to. Call this before reading labels.
 
-        With `relabel`, also delete the existing labels, because they belong to other data. Raises `ConflictError` if
-        another process recorded other data since `data_set` was called, and `TemporaryError` if the folder could not be
-        written.
+        A later process compares its own data with the record. With `relabel`, also delete the existing labels, because
+        they belong to other data. Raises `ConflictError` if another process recorded other data since `data_set` was
+        called, and `TemporaryError` if the folder could not be written.
         """
         with self._writing.transaction() as db:
             number, _, there = self._row_of(db, space)
@@ -339,14 +339,14 @@ class LabelFolder:
         space.number = number
         there = RowLayout.from_json(text) if text is not None else space.layout
         if (merged := there.merged(space.layout)) is None:
-            raise SettingsError(f"its rows are {space.layout}, but others of the same key are {there}")
+            raise SettingsError(f"its rows are {space.layout}, but stored rows of the same key are {there}")
         if text is None or merged != there:
             db.execute("UPDATE key SET layout = ? WHERE number = ?", (merged.to_json(), number))
         space.layout = merged
         return number
 
     def _row_of(self, db: sqlite3.Connection, space: Namespace) -> tuple[int, str | None, str]:
-        """Return a key's number, layout and data set. Add the key if missing, for example in a deleted folder."""
+        """Return a key's number, layout and data set. Add the key if it is missing, as in a folder that was deleted."""
         new = space.number or secrets.randbits(_NUMBER_BITS), space.text, space.data_set
         db.execute("INSERT OR IGNORE INTO key (number, text, data_set) VALUES (?, ?, ?)", new)
         row: tuple[int, str | None, str] | None = db.execute(_KEY, (space.text,)).fetchone()
@@ -356,7 +356,7 @@ class LabelFolder:
 
 
 def folder_path(path: object) -> Path:
-    """Return a named folder's path. Refuse an empty name, which would mean the current folder."""
+    """Return the path of a folder. Refuse an empty path, which would mean the current folder."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise SettingsError(f"{path!r} does not name a folder of labels: pass a path such as 'labels'")
     return Path(path)

@@ -60,11 +60,11 @@ class LabelSet:
 
         Args:
             ids: Ids of the sequences.
-            inputs: The texts themselves, to check that these texts were labelled: by name of the teachers' input,
+            inputs: The texts, to check that they are the ones that were labelled: for each input name, an array
                 [tokens, ...] for each sequence. None to trust the ids.
 
         Raises:
-            SettingsError: Some have no label or another text's label, or the labels are for rows.
+            SettingsError: A sequence has no label or another text's label, or the labels are for rows.
             SourceError: A text is a tensor that cannot be read as an array.
         """
         texts = {name: [_array_of(text, f"input {name!r}") for text in texts] for name, texts in (inputs or {}).items()}
@@ -81,7 +81,7 @@ class LabelSet:
             inputs: The texts themselves, as for `of_sequences`: [sequences, length, ...] by input name.
 
         Raises:
-            SettingsError: Some have no label or another text's label, or the labels are for rows.
+            SettingsError: A sequence has no label or another text's label, or the labels are for rows.
             SourceError: The mask is invalid, or the mask or a text is a tensor that cannot be read as an array.
         """
         kept = as_token_mask(_array_of(mask, "the batch: its mask"), "the batch")
@@ -155,13 +155,13 @@ def load_labels(
         labels = load_labels("labels")
         logits = labels.rows(range(len(dataset)))["logits"]
 
-    Of sequences::
+    For sequences::
 
         top_k = labels.padded(batch["id"], batch["attention_mask"])["logprobs"]  # TopK of [sequences, length, k]
 
     Args:
-        path: A folder, or several folders, if each machine wrote to its own. If several folders have a label for the
-            same sample, the label in the last folder counts.
+        path: A folder, or several folders if each machine wrote to its own folder. If several folders have a label for
+            the same sample, the label in the last folder counts.
         key: Which labels to read, if the folders have labels from several teachers or for several data sets.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Labels: the key and id under which each label is stored, and its record, the encoding of its outputs as bytes.
+"""Defines the key and id under which a label is stored, and its record: the label's outputs encoded as bytes.
 
-Ids may have fingerprints of the inputs, which tell different inputs under the same id apart. All sequences have one
-(`SequenceIds`); of rows, one in 16 has one (`RowIds`).
+An id may come with a fingerprint of the sample's inputs, which reveals that different inputs have the same id. Every
+sequence has a fingerprint (`SequenceIds`), but only one row in 16 has one (`RowIds`).
 
 A record is the fingerprint of the sample's inputs (0 if not computed), followed by the sample's rows: a single row, or
 all rows of a sequence. A row consists of its columns in order; a `TopK` takes three columns.
@@ -41,15 +41,15 @@ class CacheKey:
 
     Attributes:
         model: The model's name in requests.
-        version: The model's version as stated in the answer, or in the model's metadata if answers do not state it. A
-            different version is a different teacher.
+        version: The model's version as stated in the answer, or in the model's metadata if answers do not state it.
+            Labels of different versions are kept apart.
         outputs: Names of the outputs that the labels contain.
         top_k: The k of `TopK` labels, None for whole outputs.
         temperature: The temperature of `TopK` labels; without `top_k` it has no effect and becomes 1.
         dtype: "float16" or "float32" if the labels were requested or stored in that type, None for the model's own
             type.
-        dataset: The user's tag for what the ids mean: the data set, its version, how samples are augmented. The id of
-            an augmented sample must also identify the augmentation (for example `f"{index}/{seed}"`).
+        dataset: The user's tag for what the ids mean: the data set, its version, and how samples are augmented. The id
+            of an augmented sample must also identify the augmentation (for example `f"{index}/{seed}"`).
         service: The source of the version: the service's name, or the endpoints of fixed teachers. Version "1" of a
             different service is a different model. Empty if the teachers report that the version is a hash of the
             weights, as `edl serve` does: models with the same version are then the same, wherever they are served.
@@ -98,7 +98,7 @@ class CacheKey:
             text: The text that was written.
 
         Raises:
-            ValueError: `to_json` did not write this.
+            ValueError: The text was not written by `to_json`.
         """
         try:
             fields = json.loads(text)
@@ -144,7 +144,7 @@ class RowIds(list[SampleId]):
 
     @classmethod
     def of(cls, ids: Ids, inputs: Mapping[str, Array]) -> RowIds:
-        """Return ids with the fingerprints of one row in 16; these are the same rows in every epoch.
+        """Return ids with fingerprints of one row in 16. The choice of rows is the same in every epoch.
 
         Args:
             ids: The ids, [rows].
@@ -239,10 +239,10 @@ def _bytes_of(values: Array) -> bytes:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The columns of a row: a structured dtype, little-endian, its fields sorted by name.
+    """The columns of a row, as a little-endian structured dtype with fields sorted by name.
 
-    `top_k`: the temperature and the number of classes for each `TopK`. `sequence_inputs`: see `SequenceIds`; None for
-    rows.
+    `top_k`: the temperature and the number of classes of each `TopK`. `sequence_inputs`: the `inputs` of `SequenceIds`;
+    None for rows.
     """
 
     columns: np.dtype[Any]
@@ -267,7 +267,7 @@ class RowLayout:
         return replace(self, top_k=merged) if fits else None
 
     def pack(self, arrays: Mapping[str, Array], heads: Sequence[Head]) -> list[bytes]:
-        """Return a record for each head, with the head's number of rows; `arrays` are [total rows, ...] by column."""
+        """Return a record for each head, with its number of rows; `arrays` are [total rows, ...] by column."""
         table = np.empty(sum(rows for rows, _ in heads), self.columns)
         for name in self.columns.names or ():
             table[name] = arrays[name]
@@ -350,7 +350,7 @@ def flatten(outputs: Outputs, rows: int, *, half: bool = False) -> tuple[dict[st
         if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
             raise SettingsError(f"output {name!r} is {array.dtype}: the cache keeps numbers and booleans only")
         if 0 in array.shape[1:]:
-            raise SettingsError(f"output {name!r} has rows of shape {list(array.shape[1:])}: nothing to keep")
+            raise SettingsError(f"output {name!r} has rows of shape {list(array.shape[1:])}, which have no elements")
     columns = [(name, array.dtype.newbyteorder("<"), array.shape[1:]) for name, array in sorted(arrays.items())]
     return arrays, RowLayout(np.dtype(columns), top_k)
 
@@ -404,7 +404,7 @@ class Found:
         merged = layout.merged(replace(other, columns=layout.columns)) if shapes == other_shapes else None
         if merged is None:
             remedy = "rows of several shapes cannot be cached: pad them to one shape, or use no cache"
-            raise SettingsError(f"rows of the cache are {layout}, but the others are {other}; {remedy}")
+            raise SettingsError(f"rows in the cache are {layout}, but the other rows are {other}; {remedy}")
         arrays = {}
         for name, found in have.items():
             arrays[name] = array = np.empty((len(mask), *found.shape[1:]), found.dtype)

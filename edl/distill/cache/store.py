@@ -70,7 +70,7 @@ class CacheStats:
 
 
 class SoftLabelCache:
-    """Soft labels by sample id, so that an epoch over the same inputs sends no requests to teachers.
+    """Stores soft labels by sample id, so that a later epoch over the same inputs sends no requests to teachers.
 
     ::
 
@@ -91,7 +91,8 @@ class SoftLabelCache:
         disk_bytes: Largest size of the folder's database in bytes, at least 1 MiB; the oldest labels are deleted to
             make room. The database's journal needs up to 100 MiB more. A label larger than 1/32 of `disk_bytes` may not
             fit. None for no limit.
-        store_dtype: "float16" stores all floating-point outputs as float16; larger finite values become +-65504.
+        store_dtype: "float16" stores all floating-point outputs as float16; finite values beyond float16's range become
+            +-65504.
 
     Attributes:
         path: The folder on disk; None if rows are kept in memory.
@@ -126,7 +127,7 @@ class SoftLabelCache:
         self.path = self.folder.path if self.folder is not None else None
 
     def view(self, key: CacheKey) -> CacheView:
-        """Return the view of a key's rows; equal keys get the same object.
+        """Return the view of a key's rows; equal keys return the same object.
 
         Args:
             key: What the rows depend on; `store_dtype` is added to the key.
@@ -179,7 +180,7 @@ class SoftLabelCache:
         )
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Wait until all rows put so far are on disk. Without a flush, some may be lost in a power failure.
+        """Wait until all rows put so far are on disk. Without a flush, some rows may be lost in a power failure.
 
         Args:
             timeout_s: Seconds to wait.
@@ -256,7 +257,7 @@ class CacheView:
             ids: Ids of rows, a sequence or an integer array; or `SequenceIds`.
 
         Returns:
-            Which of them were found, and their outputs.
+            Which ids were found, with their outputs.
 
         Raises:
             SettingsError: Rows are looked up, but the key's labels are for sequences, or vice versa.
@@ -287,11 +288,11 @@ class CacheView:
 
         Args:
             ids: Ids of rows; or `SequenceIds` with lengths of at least 1, and fingerprints.
-            outputs: Arrays [rows, ...] of numbers, or `TopK`, by the names in the key; for sequences, the concatenated
-                rows of all sequences.
+            outputs: Arrays [rows, ...] of numbers, or `TopK`, under the output names in the key; for sequences, the
+                concatenated rows of all sequences.
 
         Raises:
-            SettingsError: Outputs cannot be stored, or differ in dtype or shape from the outputs stored before.
+            SettingsError: Outputs cannot be stored, or differ in dtype or shape from the outputs stored earlier.
         """
         self._cache.check()
         sequences, samples = _split(ids)
@@ -303,7 +304,9 @@ class CacheView:
         else:
             raise SettingsError("sequences are stored with their lengths (at least one token) and fingerprints")
         if sorted(outputs) != sorted(self.key.outputs):
-            raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
+            raise SettingsError(
+                f"outputs {sorted(outputs)}: expected those in the cache's key, {sorted(self.key.outputs)}"
+            )
         rows = sum(rows for rows, _ in heads)
         arrays, layout = flatten(outputs, rows, half=self._cache.store_dtype == "float16")
         if sequences is not None:
@@ -348,14 +351,14 @@ class CacheView:
         return self._cache.records.ids(self.space)
 
     def _check_kind(self, sequences: SequenceIds | None) -> None:
-        """Check that labels are for sequences exactly if sequences are looked up, and for the same inputs."""
+        """Check that labels and look-up are both for rows, or both for sequences with the same inputs."""
         if self.layout is None:
             return
         kept, wanted = self.layout.sequence_inputs, None if sequences is None else sequences.inputs
         if kept == wanted or (kept is not None and sequences is not None and sequences.heads is None):
             return
         raise SettingsError(
-            f"the cache's labels of model {self.key.model!r} are of {_kind(kept)}, but {_kind(wanted)} are looked up: "
+            f"the cache's labels of model {self.key.model!r} are for {_kind(kept)}, but {_kind(wanted)} are looked up: "
             "read them as they were labelled (with the same inputs; sequences with set_sequence_generator, or distill "
             "with tokens=), or use a different `dataset` tag"
         )
@@ -369,21 +372,21 @@ class CacheView:
         for at, (record, head) in enumerate(zip(records, heads, strict=True)):
             if record is not None and layout.head_of(record) != head:
                 self._warn(
-                    f"sample {samples[at]!r} differs from the text whose label is stored under this id: this "
-                    "label, and those of similar samples, are not used"
+                    f"sample {samples[at]!r} differs from the text whose label is stored under this id: the "
+                    "stored label is not used, nor are those of other changed texts"
                 )
                 records[at] = None
         return records
 
     def _compare_inputs(self, ids: RowIds, records: Sequence[bytes | None]) -> None:
-        """Warn if a row's inputs differ from the labelled ones. The label is used: image decoders differ slightly."""
+        """Warn if a row's inputs differ from the labelled ones. The label is still used: image decoders differ."""
         for sample, record in zip(ids, records, strict=True):
             head = record[: len(UNKNOWN)] if record is not None else UNKNOWN
             if head != UNKNOWN and ids.fingerprints.get(sample, head) != head:
                 self._warn(
                     f"the inputs of sample {sample!r} differ from those of its stored label. If the data set has "
-                    "changed, or is augmented at random, labels of other inputs are used: set a new `dataset` tag, "
-                    "or include the augmentation in the ids"
+                    "changed, or is augmented at random, labels are used with the wrong inputs: set a new `dataset` "
+                    "tag, or include the augmentation in the ids"
                 )
 
     def _warn(self, words: str) -> None:
@@ -401,7 +404,7 @@ def _split(ids: Ids | SequenceIds) -> tuple[SequenceIds | None, list[SampleId]]:
 
 
 class MemoryTier:
-    """The records of all keys, within `limit_bytes` including bookkeeping. Thread-safe.
+    """Keeps the records of all keys in memory, in at most `limit_bytes` including bookkeeping. Thread-safe.
 
     Provides the methods of `LabelFolder` that every cache needs.
     """
@@ -428,7 +431,7 @@ class MemoryTier:
             return [sample for owner, sample in self.records if owner is space]
 
     def read(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, bytes]:
-        """Return the existing records of these ids."""
+        """Return the records of those ids that have one."""
         with self._lock:
             self._use(space)
             return {sample: self.records[space, sample] for sample in ids if (space, sample) in self.records}

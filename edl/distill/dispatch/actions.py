@@ -34,7 +34,7 @@ class RequestFailure:
 
 
 class Limits(NamedTuple):
-    """The largest request that is accepted; 0 for no limit."""
+    """The largest request that a teacher accepts; 0 for no limit."""
 
     max_rows: int = 0
     max_nbytes: int = 0  # bytes of tensors
@@ -59,7 +59,7 @@ NO_LIMITS = Limits()
 
 @dataclass(eq=False)
 class Send:
-    """Action: send task `task` to `teacher`. It identifies the attempt until its end is reported."""
+    """Action: send task `task` to `teacher`. The object identifies the attempt until the attempt's end is reported."""
 
     task: int
     teacher: str

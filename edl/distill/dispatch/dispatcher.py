@@ -1,8 +1,9 @@
 """`Dispatcher`, a plain state machine: it takes events, each with its time, and returns actions.
 
 A task waits in a heap until a teacher has room for it. If the task has failed on every teacher that could get it soon,
-it waits for teachers that are still connecting, and then for a pause. It is given up if no teacher can answer it. If an
-attempt is late, `_hedge` makes a second attempt at a different teacher, within a budget.
+it waits for teachers that are still connecting, and then for a pause that grows with each failure. The dispatcher gives
+up a task that no teacher can answer. If an attempt is late, `_hedge` makes a second attempt at a different teacher,
+within a budget.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _FULL_PAUSE_S = 0.05  # first pause of a full teacher without a hint: a few batc
 _MAX_FULL_PAUSE_S = 2.0  # longest such pause, which a person hardly notices
 _MAX_HEDGE_TOKENS = 4.0  # hedges that may be saved up: enough for a burst, too few to double a teacher's load
 _HEDGE_EARNINGS = 0.9
-"""Each request adds this multiple of `hedge_budget` to the hedges that may be sent. It is below 1, so that extra
-requests stay within the budget per thousand requests even if all saved hedges are used at once."""
+"""Each request adds this multiple of `hedge_budget` to the number of hedges that may be sent. It is below 1, so that
+extra requests stay within the budget per thousand requests even if all saved hedges are used at once."""
 
 
 _BLAMELESS = (FailureKind.LOST, FailureKind.OVERLOADED)  # not caused by the task
@@ -88,7 +89,7 @@ class Dispatcher:
         return attempts
 
     def send_until(self, last: float) -> list[Send]:
-        """From now on, send only tasks up to number `last`; others wait, even those that have already been sent.
+        """From now on, send only tasks up to number `last`; later tasks wait, even if they have already been sent.
 
         Returns the pending attempts at the tasks that now wait. The caller should cancel these and need not report
         their end.
@@ -102,11 +103,11 @@ class Dispatcher:
         return recalled
 
     def teacher_connecting(self, teacher: str) -> None:
-        """Record that a teacher is being connected to for the first time; tasks that failed elsewhere wait for it."""
+        """Record that the first attempt to connect to a teacher has begun; tasks that failed elsewhere wait for it."""
         self._connecting.add(teacher)
 
     def teacher_unreachable(self, teacher: str, now: float) -> list[Action]:
-        """Record that a first attempt to connect failed. More will follow, but tasks no longer wait for the teacher."""
+        """Record that the first attempt to connect failed. More attempts follow, but tasks no longer wait for them."""
         self._connecting.discard(teacher)
         self._changed = True
         return self._assign(now)
@@ -235,8 +236,8 @@ class Dispatcher:
     def oversized(self, now: float) -> tuple[int, int]:
         """Return the largest number of rows, and the longest sequence, in waiting tasks that no usable teacher accepts.
 
-        Each is 0 if there is no such task; the second also if at least one usable teacher accepts sequences of that
-        length.
+        Each number is 0 if there is no such task. The second is also 0 if at least one usable teacher accepts sequences
+        of that length.
         """
         usable = [state for state in self.teachers.values() if state.is_usable(now)]
         if not usable or any(state.limits == NO_LIMITS for state in usable):
@@ -249,7 +250,10 @@ class Dispatcher:
 
     @property
     def limits(self) -> Limits:
-        """The largest request that all known teachers accept, even lost ones; for sequences, that any accepts."""
+        """The largest request that all known teachers accept, and the longest sequence that any of them accepts.
+
+        Lost teachers count too.
+        """
         all_limits = [state.limits for state in self.teachers.values()]
         longest = max((limits.longest_sequence for limits in all_limits), default=math.inf)
         return Limits(
@@ -420,7 +424,7 @@ class Dispatcher:
     # Hedging
 
     def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
-        """Send late tasks to a second teacher; without waiting work, also the awaited task to a faster idle teacher."""
+        """Send late tasks to a second teacher; if no work waits, also the awaited task to a faster idle teacher."""
         old = now - self.policy.hedge_min_s
         late = {
             attempt

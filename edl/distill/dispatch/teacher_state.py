@@ -114,8 +114,8 @@ class TeacherState:
     def expected_s(self, now: float) -> float:
         """Return the expected seconds until a request sent now is answered; 0 for a teacher not yet measured.
 
-        If the teacher has been silent for more than 1.1 times its usual latency, the silence is added, so that new work
-        goes to other teachers.
+        If the teacher has been silent for more than 1.1 times its usual latency, the length of the silence is added, so
+        that new work goes to other teachers.
         """
         if self.window.median_s is None:
             return 0.0

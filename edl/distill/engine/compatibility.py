@@ -114,17 +114,17 @@ class TeacherCompatibility:
     def _version_refusal(self, version: str) -> str:
         if not version:  # two unknown versions may differ
             return (
-                "the version of its model is unknown, but mixed_versions='refuse': give it one (edl serve "
-                "--model-version), or name its version with version="
+                "the version of its model is unknown, but mixed_versions='refuse': give the model a version (edl "
+                "serve --model-version), or name its version with version="
             )
         known = self.spec.version if self.spec is not None else ""
         return (
             f"it has version {version!r} of its model, but this epoch's labels are of {known!r} and "
-            "mixed_versions='refuse': name one with version=, or wait for the next epoch (or a Scorer's next call)"
+            "mixed_versions='refuse': name a version with version=, or wait for the next epoch (a Scorer's next call)"
         )
 
     def _check_version(self, teacher: str, version: str) -> str:
-        """Return why an answer of this version cannot be used; empty if it can. Warns once per mixture."""
+        """Return why an answer of this version cannot be used; empty if it can. Warns once for each version."""
         known = self.spec
         if known is None or (version and version == known.version):
             return ""
@@ -145,10 +145,9 @@ class TeacherCompatibility:
         if self._has_several and "" not in self._reported_versions:
             self._reported_versions.add("")
             logger.warning(
-                "labels of several models may be mixed: neither metadata nor answers of %s of "
-                "%s report its model's version, and it was connected to more than once, or after "
-                "others. Give the models versions (edl serve --model-version), or name their common version with "
-                "version=",
+                "labels of several models may be mixed: neither the metadata nor the answers of teacher %s of %s "
+                "report its model's version, and the service has had more than one connection or teacher. Give the "
+                "models versions (edl serve --model-version), or name their common version with version=",
                 teacher,
                 self._service,
             )
@@ -158,8 +157,8 @@ class TeacherCompatibility:
         self._reported_versions.add(version)
         logger.warning(
             "labels of two models are mixed: teacher %s of %s has version %r, others have %r. To use only one, name "
-            "it with version=, or set mixed_versions='refuse'; if the models are the same, give both one "
-            "--model-version",
+            "it with version=, or set mixed_versions='refuse'; if the models are the same, give both the "
+            "same --model-version",
             teacher,
             self._service,
             version,
@@ -181,7 +180,7 @@ class TeacherCompatibility:
         self._reported_versions.clear()
 
     def select_version(self, live: Sequence[ModelSpec]) -> None:
-        """Before an epoch, select the version under which labels are cached. Keep it while a live teacher has it.
+        """Select the version for cached labels before an epoch. Keep the current one while a live teacher has it.
 
         `live`: the models of all teachers in use. The model's name never changes.
         """
@@ -269,7 +268,7 @@ class TeacherCompatibility:
         return self.spec.outputs.get(name) if self.spec is not None else None
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
-        """Raise `SettingsError` if outputs have variable dimensions and these inputs differ in shape from earlier ones.
+        """Raise `SettingsError` if inputs differ in shape from earlier inputs and outputs have variable dimensions.
 
         A sample that is now padded to a different length would get a cached label of the wrong length. Not thread-safe.
         """
@@ -301,8 +300,8 @@ def _model_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec
     others = "earlier teachers"
     if spec.name != known.name:  # equal versions prove nothing: most models start with "1"
         return (
-            f"it serves model {spec.name!r}, {others} {known.name!r}, but labels of two models are "
-            "never mixed: name one of them with model=, or give each model its own --service"
+            f"it serves model {spec.name!r}, but {others} serve {known.name!r}, and labels of two models "
+            "are never mixed: name one of them with model=, or give each model its own --service"
         )
     what = f"its model {spec.name!r}"
     if spec.inputs and known.inputs and dict(spec.inputs) != dict(known.inputs):

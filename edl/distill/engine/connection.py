@@ -43,8 +43,8 @@ logger = logging.getLogger("edl.distill")
 
 _CONNECT_TIMEOUT_S = 5.0  # enough for several round trips around the world; a dead host costs this much
 _MOST_FAILED_CHANNELS = 2
-"""How many tensor channels in a row may end before their first answer, as behind some firewalls. After that many,
-requests use gRPC at first."""
+"""How many tensor channels in a row may end before their first answer, as behind some firewalls. After that many, a new
+connection starts with gRPC and tries to open a channel later."""
 _FIRST_BACKOFF_S = 0.1  # a restarting server is missed for at most a few batches
 _LAST_BACKOFF_S = 2.0  # longest pause between attempts to connect
 _LAST_LAPSED_BACKOFF_S = 15.0  # the same for probably dead teachers: a SQLite file may list them until the next boot
@@ -57,7 +57,7 @@ _MOST_GONE = 100  # departed teachers remembered by name: enough to trace each o
 
 
 def no_counts() -> Counter[str]:
-    """Return counters as in `TeacherStats`. All keys exist from the start, because any thread may read them."""
+    """Return counters as in `TeacherStats`. All keys exist from the start, because any thread may read the counters."""
     return Counter(rows=0, requests=0, failures=0)
 
 
@@ -112,7 +112,7 @@ class TeacherConnection:
         """Check whether the teacher's model is unchanged. If it has changed, return after an attempt to reconnect.
 
         With `must_be_ready`, a teacher that is not ready counts as lost. Before an epoch, a teacher need not be ready:
-        while Triton replaces a version, it is not ready, but its metadata already show the new version.
+        Triton is not ready while it replaces a version, but its metadata already show the new version.
         """
         client = self._client
         self.changed_spec = None
@@ -200,7 +200,7 @@ class TeacherConnection:
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
     async def _connect(self, client: TeacherClient) -> tuple[str, bool]:
-        """Try to connect; return why the teacher is not used ("" if used), and whether it lacks part of the request."""
+        """Try to connect; return why the teacher is not used ("" if used), and whether it lacks something required."""
         lacks, refused = False, "the attempt was cancelled"
         try:
             spec = await client.open(_CONNECT_TIMEOUT_S)
@@ -253,7 +253,7 @@ class TeacherConnection:
             explain = functools.partial(explain_handshake, words, endpoint, self._pool.files, authority=self._authority)
             return await asyncio.wrap_future(start_call("edl-handshake", explain))
         except Exception:
-            logger.exception("finding out why %s cannot be reached failed", endpoint)
+            logger.exception("could not find out why %s is unreachable", endpoint)
             return ""
 
 
@@ -270,9 +270,9 @@ def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
 
 
 class ConnectionPool:
-    """The teachers of a service, on the event loop; other threads may read.
+    """Manages a service's teachers, on the event loop; other threads may read its state.
 
-    `changed` is called after teachers joined or left, with the dispatcher's resulting actions.
+    `changed` is called after teachers have joined or left, with the dispatcher's resulting actions.
     """
 
     def __init__(
@@ -377,7 +377,7 @@ class ConnectionPool:
     # On the loop
 
     def counts_of(self, name: str) -> Counter[str]:
-        """Return a teacher's counts for writing: the departed teachers' if it left before its last answer."""
+        """Return the counters to increment: the teacher's own, or those of departed teachers if it has left."""
         connection = self.connections.get(name)
         return connection.counts if connection is not None else self._departed
 
@@ -419,7 +419,10 @@ class ConnectionPool:
         self._is_whole = whole and not (snapshot.stale or lapsed or draining or snapshot.rejected)
 
     def _add(self, instance: Instance, *, lapsed: bool) -> bool:
-        """Keep or open a listed teacher's connection; return whether its registration just lapsed but it answers."""
+        """Keep or open a listed teacher's connection.
+
+        Returns True if the teacher's registration has just lapsed, but the teacher still answers.
+        """
         known = self.connections.get(instance.id)
         if known is not None and lapsed and known.leaving == "draining":
             return False
@@ -459,7 +462,7 @@ class ConnectionPool:
             self._changed(self._dispatcher.teacher_unreachable(connection.instance.id, time.monotonic()))
 
     def connection_lost(self, connection: TeacherConnection) -> None:
-        """Record that a connection broke. It reconnects by itself."""
+        """Record that a connection broke. The connection reconnects by itself."""
         name = connection.instance.id
         self.compatibility.forget_teacher(name)
         level = logging.INFO if connection.leaving else logging.WARNING

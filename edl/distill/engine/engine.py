@@ -45,7 +45,7 @@ _SILENT_S = 5.0  # silence of live teachers before a warning: longer than most m
 
 @dataclass(eq=False)
 class LabelJob:
-    """The rows of one request, which one service is to label."""
+    """The rows of one request to one service."""
 
     number: int  # ascending in the order of delivery
     payload: Payload
@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def awaits_teachers(self) -> bool:
-        """Whether a teacher is being connected to for the first time."""
+        """Whether any known teacher is not connected."""
         return any(connection.spec is None for connection in list(self.pool.connections.values()))
 
     def wait_changed(self, timeout_s: float) -> None:
@@ -154,15 +154,16 @@ class Engine:
             return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
         if oversized_sequence:
             what = (
-                f"a sequence of {oversized_sequence} tokens {waited} ({found}): restart a teacher that accepts it "
-                "(edl serve --max-tokens), or cut sequences in your source"
+                f"a sequence of {oversized_sequence} tokens {waited} ({found}): restart a teacher with a "
+                "larger limit (edl serve --max-tokens), or cut sequences in your source"
             )
         elif not limits.max_rows or oversized_rows <= limits.max_rows:
             nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
             what = (
                 f"a request of {oversized_rows} rows with {nbytes:,} bytes {waited}, and all of them take at most "
                 f"{limits.max_nbytes:,} bytes: set batch_rows (set_teacher_batch_size) to fewer rows, or omit it; a "
-                "teacher reports its limit (edl serve --max-message), for others it is Options(max_request_bytes=...)"
+                "teacher reports its limit (edl serve --max-message); for other teachers, the limit is "
+                "Options(max_request_bytes=...)"
             )
         else:
             what = (
@@ -386,7 +387,7 @@ class Engine:
         self._take_jobs()
 
     def _check_outage(self, now: float) -> float | None:
-        """Track how long there have been no teachers or answers; fail all open jobs if that takes too long."""
+        """Track how long there have been no teachers or answers; fail all open jobs if that lasts too long."""
         if self._is_idle:
             self._outage.finish_work()
             return None
@@ -475,5 +476,5 @@ class Outage:
             return OutageStatus(True, given_up_at, message)
         if now >= self._reminded_at + _REMIND_S:
             self._reminded_at = now
-            message = f" since {now - self._outage_since:.0f} s"
+            message = f" in the last {now - self._outage_since:.0f} s"
         return OutageStatus(False, min(given_up_at, self._reminded_at + _REMIND_S), message)

@@ -39,7 +39,7 @@ class DataFingerprint:
 
     Attributes:
         rows: Number of samples; 0 if unknown.
-        inputs: Names, dtypes and shapes of the first row, such as `image float32[3,224,224]`.
+        inputs: Names, dtypes and shapes of the inputs in the first row, such as `image float32[3,224,224]`.
         rows_checksum: Checksum of 16 rows and their ids, spread over the data set. Empty if these rows cannot be
             compared, because loading them twice gives different values, as with random augmentation.
         file_checksum: Checksum of all rows, if the file format stores one (`.npz`); else empty.
@@ -52,7 +52,7 @@ class DataFingerprint:
 
     @classmethod
     def of(cls, data: LabelDataset, rows: int | None = None) -> DataFingerprint:
-        """Load a few of the first `rows` rows (the first 16 if not indexed). Failures count in the checksum."""
+        """Load a few of the first `rows` rows (the first 16 if not indexed). The checksum includes failures to load."""
         if not isinstance(data, IndexedData):
             first = (itertools.islice(data.batches(_ROWS, _none_known), 1) for _ in range(2))
             found, again = (_checksum([load]) for load in first)
@@ -77,7 +77,7 @@ class DataFingerprint:
             raise ValueError(f"not a fingerprint of data: {exc}") from exc
 
     def differences(self, there: DataFingerprint, where: str) -> list[str]:
-        """Return how these data differ from `there`; `where` says where those data are, such as "in the job"."""
+        """Return how these data differ from `there`; `where` says where `there` comes from, such as "in the job"."""
         found = []
         if self.rows != there.rows:
             found.append(f"{self.rows:,} rows here, {there.rows:,} {where}")
@@ -122,7 +122,7 @@ def _state_of(name: str) -> os.stat_result:
 
 
 class DataGuard:
-    """Prevents a folder or a run from mixing labels of different data. `fingerprint` is from the run's start.
+    """Prevents a folder or a run from mixing labels of different data. `fingerprint` is that of the run's start.
 
     `files` is the result of `note_files`. Without `compare_rows`, only the number, types and shapes of the rows are
     compared, not their content.
@@ -136,7 +136,7 @@ class DataGuard:
             self.fingerprint = replace(self.fingerprint, rows_checksum="", file_checksum="")
 
     def admit(self, view: CacheView, *, relabel: bool = False) -> None:
-        """Record in a folder which data it labels; raise `ConflictError` if it labels other data, or two versions.
+        """Record in a folder which data its labels are for; raise `ConflictError` if they are for other or mixed data.
 
         Data to which rows were added at the end count as the same data. With `relabel`, labels of other data are
         deleted. A folder without labels, for example after a mistaken command, accepts any data.
@@ -155,18 +155,18 @@ class DataGuard:
             if not self.fingerprint.rows_checksum:
                 here = replace(here, rows_checksum="", file_checksum="")
         if there.rows_checksum == _MIXED:
-            problem = "they changed while they were labelled, so it may have labels of both versions"
+            problem = "the data changed while they were labelled, so the folder may have labels of both versions"
         else:
             problem = "; ".join(here.differences(there, "where they were labelled"))
         if problem and not relabel and folder.ids(space):
             raise ConflictError(
-                f"the folder has labels of other data: {problem}. Set a new folder or --dataset, or pass --relabel "
+                f"the folder has labels of other data: {problem}. Use a new folder or --dataset, or pass --relabel "
                 "to label all rows again"
             )
         if grown and not problem:
             logger.warning(
-                "the data grew from %d rows to %d; of the earlier rows, %d were compared. If you edited others, set a "
-                "new folder or --dataset",
+                "the data grew from %d rows to %d; of the earlier rows, %d were compared. If you edited other rows, "
+                "use a new folder or --dataset",
                 there.rows,
                 self.fingerprint.rows,
                 min(_ROWS, there.rows) if here.rows_checksum and there.rows_checksum else 0,
@@ -175,11 +175,12 @@ class DataGuard:
             folder.note_data_set(space, self.fingerprint.to_json(), relabel=bool(problem))
 
     def check_unchanged(self, view: CacheView, *, in_job: bool, at_end: bool = False) -> None:
-        """Raise `ConflictError` if the data changed during this run, or another run took the folder for other data.
+        """Raise `ConflictError` if the data changed during this run, or another run uses the folder for other data.
 
         A folder that may have labels of two versions is marked. At the end, the fingerprint's rows are loaded again, to
-        find changes that no file shows. Changed sequences raise the error only at the end, because their labels are
-        valid. `in_job` selects the remedy in the error message.
+        find changes that the state of the files does not show. Changed sequences raise the error only at the end,
+        because each label has the fingerprint of the text for which it is valid. `in_job` selects the remedy in the
+        error message.
         """
         folder, space = _on_disk(view)
         folder.check_data_set(space)

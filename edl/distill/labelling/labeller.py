@@ -37,8 +37,8 @@ _SEQUENCES_REMEDY = (
     "give it sequences (a .jsonl or .parquet file, an .npz file with --offsets, or a function with --sequences)"
 )
 _ROWS_REMEDY = (
-    "a model of sequences declares edl_sequences, as those of edl serve --hf and edl register vllm:// do; for others "
-    "give it rows of one shape"
+    "a model that takes sequences declares edl_sequences, as those of edl serve --hf and edl register vllm:// do; "
+    "give other models rows of one shape"
 )
 
 
@@ -222,7 +222,7 @@ def lookup_of(
 
 
 def _check_kind(data: LabelDataset, session: LabelSession) -> None:
-    """Check that data and model both use rows or both sequences; tell the data which input takes positions."""
+    """Check that data and model both use rows or both use sequences; tell the data which input takes positions."""
     spec = session.labeller.model_spec()
     if bool(spec.sequences) != data.sequences:
         kinds = ("sequences", "rows") if data.sequences else ("rows", "sequences")

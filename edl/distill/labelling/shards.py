@@ -57,7 +57,7 @@ _LONGEST_REASON = 1000  # characters: the master keeps each reason, and data set
 
 @dataclass(frozen=True, eq=False)
 class RowShard:
-    """The rows to label, from `start` to before `stop`. Two objects are two shards, even with the same rows."""
+    """The rows to label, from `start` to before `stop`. Two objects are two shards, even if their rows are the same."""
 
     start: int
     stop: int
@@ -110,7 +110,7 @@ class ShardLabeller(Labeller):
     def label_shards(
         self, source: ShardSource, tell: Callable[[LabelProgress], None] = lambda _: None
     ) -> LabelProgress:
-        """Label the source's shards until it has finished. Call `key` first; `tell` is called after every batch.
+        """Label shards until the source has finished. Call `key` first; `tell` is called after every batch.
 
         Even after an error, shards whose labels are on disk are reported. Raises `ConflictError` if the data changed,
         and `PermanentError` if several shards in a row failed without a single labelled row.
@@ -142,7 +142,7 @@ class ShardLabeller(Labeller):
             if self._committing or not self._asked:
                 raise
             failed = self._asked[0][0]  # answers arrive in the order of `_asked`
-            logger.warning("rows %d to %d: some cannot be labelled: %s", failed.start, failed.stop - 1, exc)
+            logger.warning("some of the rows %d to %d cannot be labelled: %s", failed.start, failed.stop - 1, exc)
             del self._left[failed]
             again = [part for part in (*self._asked, *self._waiting) if part[0] is not failed]
             self._asked.clear()
@@ -189,7 +189,7 @@ class ShardLabeller(Labeller):
         self._commit_at = now + min(interval_s, _LAST_COMMIT_S)
 
     def _end_with(self, exc: BaseException) -> None:
-        """Report the known results of shards before an error ends the run. The source returns the other shards."""
+        """Report the known results before an error ends the run. The source hands out the other shards again."""
         if self._committing:
             return
         try:
@@ -213,7 +213,7 @@ class ShardLabeller(Labeller):
             self._note_labelled(labelled)
         if bad or untried:
             ids = ", ".join(map(repr, self._data.ids_of(np.array(sorted(bad), np.int64))))
-            more = f", perhaps others among {untried} not tried" if untried else ""
+            more = f"; others may be among {untried} samples that were not tried" if untried else ""
             named = f"sample{'s' if len(bad) > 1 else ''} {ids}{more}: {bad[min(bad)]}" if bad else ""
             reason = _cut(named or why or "not all rows were tried in time")
             self._source.report_failed(shard, reason)
@@ -229,7 +229,7 @@ class ShardLabeller(Labeller):
         self._in_hand = None
 
     def _find_bad_rows(self, parts: list[Array]) -> tuple[dict[int, str], int]:
-        """Bisect rows that fail, over separate connections; return why they failed, and how many are untried."""
+        """Bisect rows that fail, over separate connections; return why they failed, and how many were not tried."""
         options = self._plan.options
         policy = replace(
             options.policy, failures_to_open=_NEVER, open_min_s=_PAUSE_S, aside_s=_PAUSE_S, task_failures=2

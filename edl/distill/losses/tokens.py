@@ -134,7 +134,7 @@ def _vocabulary(head: Tensor | Callable[[Tensor], Tensor], labels: TopK) -> int:
 
 
 KLEstimator: TypeAlias = Literal["k1", "k3"]
-"""Estimators of a KL divergence from samples, named as by Schulman."""
+"""Estimators of a KL divergence from samples, with Schulman's names."""
 
 _MOST_NATS = 20.0
 """Limit for the absolute log-ratio of a sampled token (e^20 is 5e8). float32 overflows at e^88. Well below that, a
@@ -146,7 +146,7 @@ def token_log_probabilities(student_logits: Tensor, targets: Tensor, *, temperat
 
     Args:
         student_logits: Logits of the student, floating-point [rows, ..., vocabulary].
-        targets: Token ids, whole numbers [rows, ...], or [rows, ..., m] for m tokens each. Negative values, such as
+        targets: Token ids, whole numbers [rows, ...], or [rows, ..., m] for m tokens per row. Negative values, such as
             -100 for padding, count as token 0; exclude them with the loss's mask.
         temperature: Temperature at which the student sampled the tokens.
 
@@ -177,9 +177,9 @@ def sampled_kl(
 ) -> Tensor:
     """Estimate KL(student ‖ teacher) from tokens that the student sampled, with the gradient of that KL.
 
-    Let r = P(token) / Q(token), where P is the teacher and Q the student. The value is -log r (k1: unbiased, negative
-    for some tokens) or (r - 1)
-    - log r (k3: unbiased, never negative, lower variance). Source: Schulman, "Approximating KL Divergence", 2020.
+    Let r = P(token) / Q(token), where P is the teacher's probability and Q the student's. The value is -log r (k1:
+    unbiased, negative for some tokens) or r - 1 - log r (k3: unbiased, never negative, lower variance). Source:
+    Schulman, "Approximating KL Divergence", 2020.
 
     With either estimator, the gradient is (log Q - log P) ∇log Q, whose expectation over tokens sampled from Q is the
     gradient of the KL at that position. Differentiating the values would give a different gradient: for k1, its
@@ -230,8 +230,9 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
 
     ::
 
-        targets = student_logits.topk(16).indices  # sent to the teachers as `targets`, in addition to `ids` labels =
-        target_labels(targets, target_logprobs) token_loss(student_logits, labels, mask=mask, beta=1).backward()
+        targets = student_logits.topk(16).indices  # sent to the teachers as `targets`, in addition to `ids`
+        labels = target_labels(targets, target_logprobs)
+        token_loss(student_logits, labels, mask=mask, beta=1).backward()
 
     In the reverse direction the student's probabilities are the weights, so the student's most likely tokens matter
     more than the teacher's. The tail is 1 minus the sum of the teacher's probabilities. In float32, a tail below about
@@ -267,7 +268,7 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
     check_distinct(TORCH, ids)
     mass = widened(values).double().logsumexp(dim=-1)
     if TORCH.can_look(mass) and (most := float(mass.max().exp())) > 1 + SUM_TOLERANCE:
-        raise SettingsError(f"log-probabilities of a row sum to a probability of {most:g}: must be at most 1")
+        raise SettingsError(f"the probabilities of a row sum to {most:g}: must be at most 1")
     left = torch.where(mass < 0, torch.log(-torch.expm1(mass.clamp(max=0))), -torch.inf)  # at 1, no tail is left
     tail_lse = left.masked_fill(torch.isnan(mass), torch.nan).float()
     return TopK(ids, values, tail_lse, 1.0, classes)  # type: ignore[arg-type]  # tensors, as after `TopK.map`

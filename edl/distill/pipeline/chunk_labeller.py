@@ -60,9 +60,9 @@ class _Service:
 class ChunkLabeller:
     """A reader's connections, shared memory and cache. Only `submit` must be called in the feeding thread.
 
-    A route is the number of the only service that labels a row; None if all do. Methods that wait for teachers stop
-    waiting once `stopped` returns True. They raise `NoTeacherError` at their deadline, and `SettingsError` as soon as
-    all teachers have answered and none can serve the request (`Engine.lacking`).
+    A route is the number of the only service that labels a row; None if all services label it. Methods that wait for
+    teachers stop waiting once `stopped` returns True. They raise `NoTeacherError` at their deadline, and
+    `SettingsError` as soon as all teachers have answered and none can serve the request (`Engine.lacking`).
     """
 
     def __init__(self, request: LabelRequest) -> None:
@@ -239,7 +239,7 @@ class ChunkLabeller:
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
-        """Return a route's number of unsent chunks as a share of the sufficient number (None: of all services).
+        """Return a route's number of unsent chunks, divided by the number that is enough (None: for all services).
 
         At 1, the feeding thread pauses, because more chunks would only evict warm memory from the CPU's caches.
         """
@@ -290,7 +290,7 @@ class ChunkLabeller:
         return weight
 
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> int:
-        """Request the chunk's labels from its services; return the bytes by which cached answers exceed the estimate.
+        """Request the chunk's labels from its services; return by how many bytes cached answers exceed the estimate.
 
         `changed` is called when the chunk has been sent, and when it may be done; after an answer, it is called with
         the number of bytes by which the answer exceeds the estimate.
@@ -359,7 +359,7 @@ class ChunkLabeller:
         changed(surplus_nbytes)
 
     def _check_agreement(self, index: int, spec: ModelSpec) -> None:
-        """Check that a route's outputs match those of other routes, because a batch may have rows of several."""
+        """Check that a route's outputs match those of other routes, because a batch may mix routes."""
         service = self._services[index]
         tokenizer = service.engine.compatibility.tokenizer
         for other, known in enumerate(self._services):
@@ -392,7 +392,7 @@ class ChunkLabeller:
     def _look_up(
         self, chunk: Chunk, service: _Service, spec: ModelSpec, fields: Mapping[str, Array]
     ) -> CacheMiss | None:
-        """Look up a chunk's labels in the cache; return None if they cannot be cached."""
+        """Look up a chunk's labels in the cache; return None if its labels cannot be cached."""
         engine = service.engine
         if service.labels is None or self._cache_queue is None or chunk.ids is None:
             return None
@@ -428,7 +428,7 @@ class ChunkLabeller:
         if not spec.version:
             raise SettingsError(
                 f"the teachers of {service.engine.name} do not report their version of model {spec.name!r}, "
-                "by which labels are stored: set it with --model-version (version=)"
+                "and labels are stored by version: set it with --model-version (version=)"
             )
         service.labels.inputs = inputs
         return service.labels.view(spec)
@@ -486,14 +486,14 @@ class ChunkLabeller:
         )
 
     def begin_epoch(self) -> None:
-        """Record that an epoch begins. The requests belong to the trace span of the calling thread."""
+        """Record that an epoch begins. The epoch's requests belong to the trace span of the calling thread."""
         self._epoch_begins = True
         self._traceparent = current_traceparent()
         for engine in self.engines:
             self.thread.call(engine.compatibility.begin_epoch)
 
     def close(self) -> None:
-        """End connections, threads and shared memory. Call it once, in the process that created this."""
+        """End connections, threads and shared memory. Call it once, in the process that created the object."""
         self.closed = True
         with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one fails
             if self._arena is not None:
@@ -523,8 +523,8 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
                 "so it may treat pieces of a sequence, or several sequences, as one: serve it with edl serve --hf, "
                 "by edl register vllm:// or sglang://, or as a function (--callable, --factory) with the attribute "
                 f"sequence_input = {POSITION!r}, its INT32 input that is 0 at the start of a sequence. Models of "
-                "--torchscript, --torch-export, --torch-factory and --paddle, and servers other than EDL's, cannot say "
-                "so"
+                "--torchscript, --torch-export, --torch-factory and --paddle, and servers other than EDL's, cannot "
+                "declare this"
             )
         if name in spec.inputs and name not in chunk.fields:
             return {**chunk.fields, name: chunk.positions}
@@ -532,7 +532,7 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
         if begins.any():  # else a teacher might read two sequences as one
             raise SourceError(
                 f"input {name!r} is {begins[begins != 0][0]} where a sequence begins: it must be 0 there and rise by "
-                "1 (positions of a batch padded on the left often count its padding): omit it from the inputs, and "
+                "1. Positions of a batch padded on the left often count its padding. Omit them from the inputs, and "
                 "each sequence gets its own positions"
             )
     if name and (name not in chunk.fields or chunk.fields[name].flat[0] != 0):

@@ -25,7 +25,7 @@ from edl.notifier import Notifier
 logger = logging.getLogger("edl.distill")
 
 READING: dict[Epoch, object] = {}
-"""Epochs with running feeding threads, by epoch: the loader or iterator that the thread reads and that other readers
+"""For each epoch whose feeding thread is running: the loader or iterator that the thread reads and that other readers
 may need. Sources that create a new iterator for each reader are not listed."""
 
 
@@ -63,8 +63,8 @@ T = TypeVar("T")
 class EpochIterator(Iterator[T], Generic[T]):
     """The values of a generator. After an error, every further `next` raises `ClosedError`.
 
-    A plain generator would raise `StopIteration`. A loop that catches the error and continues would then take the epoch
-    for complete.
+    A plain generator would raise `StopIteration`. A loop that catches the error and continues would then treat the
+    epoch as complete.
     """
 
     __slots__ = ("__weakref__", "_failed", "_values")
@@ -104,9 +104,9 @@ class Epoch:
     loop waits for a partly filled request, and the source has yielded nothing for `linger_s`, the training loop's
     thread sends the request.
 
-    The session refers to its epoch, and a reader's finalizer to the session. So an ended epoch must not hold objects
-    that may refer to the reader: the source (only the thread has it), or an error raised in the training loop, whose
-    traceback refers to the reader.
+    The session refers to its epoch, and a reader's finalizer refers to the session. So an ended epoch must not hold
+    objects that may refer to the reader: the source (only the thread has it), or an error raised in the training loop,
+    whose traceback refers to the reader.
 
     `end_source` ends a source that waits for the training loop. `close` calls `end_source`, which must therefore
     neither wait nor take a lock.
@@ -198,7 +198,7 @@ class Epoch:
 
     @property
     def nbytes(self) -> int:
-        """Size of these rows' inputs and answers in bytes; the size of pending answers is estimated."""
+        """Size in bytes of items not yet taken, and their answers; the size of pending answers is estimated."""
         return 0 if self._closed else max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
 
     @property
@@ -214,7 +214,7 @@ class Epoch:
         return waited_s, source_wait_s(waited_s, source_s, self._source_clock, self._needed)
 
     def close(self) -> None:
-        """Drop pending requests. May be called twice; has no effect in a forked child, whose parent continues."""
+        """Drop pending requests. May be called twice; has no effect in a forked child: the parent continues."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -372,7 +372,7 @@ class Epoch:
                 return
 
     def _set_limits(self, cutter: Cutter, longest: Mapping[int | None, int]) -> None:
-        """Set the limits of a value's teachers in the cutter; raise `ClosedError` if the epoch is closed.
+        """Set in the cutter the limits of a value's teachers; raise `ClosedError` if the epoch is closed.
 
         This may wait for a teacher. Before that, it sends earlier rows, because their teachers are connected.
         """
@@ -493,7 +493,7 @@ class Epoch:
     # The event loop's thread
 
     def _notify(self, surplus_nbytes: int = 0) -> None:
-        """Wake waiting threads after a chunk was sent, or answered with so many bytes more than estimated."""
+        """Wake waiting threads after a chunk was sent, or after an answer larger than estimated by `surplus_nbytes`."""
         if surplus_nbytes:
             self._answers_nbytes += surplus_nbytes
             if surplus_nbytes > 0 and self.nbytes > self._labeller.memory_bytes:

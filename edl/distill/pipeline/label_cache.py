@@ -183,7 +183,7 @@ def _sequence_ids(
     missing = sorted({*(inputs or ())} - {*sent})
     if missing:
         raise SettingsError(
-            f"the cache's labels are of texts with the inputs {list(inputs or ())}, but {missing[0]!r} is missing "
+            f"the cache's labels are for texts with the inputs {list(inputs or ())}, but {missing[0]!r} is missing "
             "here: add it to the inputs (`inputs=` or `ins=`)"
         )
     prints = fingerprints_of(sent, chunk.lengths, fields.get(position))
@@ -198,7 +198,7 @@ def _select_ids(ids: RowIds | SequenceIds, mask: Array) -> RowIds | SequenceIds:
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """The rows or sequences of a chunk that the cache lacks, and that an answer will add."""
+    """The rows or sequences of a chunk that the cache lacks. An answer will add them."""
 
     found: Found  # rows that the cache has
     view: CacheView | None  # where they were looked up; None while no answer has named the model's version

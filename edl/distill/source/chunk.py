@@ -95,7 +95,7 @@ class ReuseDetector:
         self._at_work = True
 
     def check_drawn(self, item: Item) -> None:
-        """Raise if a new item shares changed memory with items in use."""
+        """Raise `SourceError` if a new item shares memory with items in use, and the memory has changed."""
         current = self._current  # read before `_released`, to which `release` adds it before clearing `_current`
         earlier = [*self._released, *([current] if current is not None else [])]
         self._at_work = False

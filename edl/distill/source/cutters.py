@@ -66,7 +66,9 @@ class Router:
         return [self._route(_plain(value), f"{what}, row {row}") for row, value in enumerate(found)]
 
     def _found(self, value: Any, what: str) -> Any:
-        return _found_by(self.find, value, f"what finds the route of {what}", f"{what} has no field for route")
+        return _found_by(
+            self.find, value, f"the function that finds the route of {what}", f"{what} has no field for route"
+        )
 
     def _route(self, value: Any, what: str) -> int:
         found = None
@@ -85,7 +87,7 @@ class Router:
         return found
 
     def _is_value(self, value: Any) -> bool:
-        """Return whether this can be a routing value; others are errors, even with a route for other values."""
+        """Return whether a value may select a route. Any other value is an error, even if there is a route None."""
         if isinstance(value, float):
             return not math.isnan(value)
         return value is None or isinstance(value, str | bytes | int) or type(value) in map(type, self.routes)
@@ -251,7 +253,7 @@ class Cutter(abc.ABC):
         return [sealed for gatherer in self.routes.values() if gatherer.open is chunk for sealed in gatherer.seal()]
 
     def _gather(self, unit: _Unit, ready: list[Chunk]) -> tuple[Chunk, int, int]:
-        """Add a unit to its route's request; add full requests to `ready`, after those overtaken too often."""
+        """Add a unit to its route's request; add full requests to `ready`, after requests overtaken too often."""
         gatherer = self.routes[unit.route]
         place, full = gatherer.add(unit)
         self._units += 1
@@ -277,13 +279,13 @@ class Cutter(abc.ABC):
 
     def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
         missing = f"{what} of the source has no field for input {name!r}"
-        return _found_by(getter, value, f"what finds input {name!r} in {what}", missing)
+        return _found_by(getter, value, f"the function that finds input {name!r} in {what}", missing)
 
     def _get_id(self, value: Any, what: str) -> Any:
         if self.ids is None:
             return None
         missing = f"{what} of the source has no field for the id (ids=, id_field=)"
-        return _found_by(self.ids, value, f"what finds the sample ids in {what}", missing)
+        return _found_by(self.ids, value, f"the function that finds the sample ids in {what}", missing)
 
     def _ids_of_batch(self, value: Any, what: str, count: int, of: str) -> Sequence[Any] | None:
         if self.ids is None:

@@ -2,8 +2,9 @@
 
 A source runs ahead of the training loop. If the source refills a buffer, or puts other arrays into the same list, the
 training loop gets a different input than the teacher saw. So each item's contents are summarized when the item is cut
-into requests, and checked when it is delivered. Small arrays are copied. For arrays up to 1 MiB, the sums of 509
-columns cover every byte; for larger ones, a word is read from a random position in each of 384 equal pieces.
+into requests, and checked when it is delivered. Small arrays are copied. For arrays up to 1 MiB, sums over 509 columns
+cover every byte. Larger arrays are divided into 384 equal pieces, and a word is read from a random position in each
+piece.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def arrays_nbytes(arrays: Iterable[Array]) -> int:
 
 
 def object_nbytes(value: Any) -> int:
-    """Return the size in bytes that an object or its attributes report; images are measured like Pillow's."""
+    """Return the size in bytes that an object or its attributes report; for Pillow images, the size of their pixels."""
     nbytes = _own_nbytes(value)
     if nbytes is None:
         attributes = getattr(value, "__dict__", None)
@@ -132,7 +133,7 @@ class _Part:
 
 
 class ItemFingerprint:
-    """A summary of an item's contents, to detect changes. `inputs`: the teachers' inputs in it, by name."""
+    """A summary of an item's contents, to detect changes. `inputs`: the item's inputs for the teachers, by name."""
 
     __slots__ = ("_inputs", "_parts", "_what", "rest_nbytes")
 

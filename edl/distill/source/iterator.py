@@ -23,7 +23,7 @@ _REPLACED = (itertools.chain, type(iter(int, 1)))  # types that end at a user fu
 
 
 class SourceIterator(Iterator[Any]):
-    """An iterator over a user's source that tells the source's end from a `StopIteration` raised by its code.
+    """An iterator over a user's source. Distinguishes its end from a `StopIteration` raised by mistake in its code.
 
     The first batch of a PyTorch `DataLoader` without workers is read at once, in the caller's thread. This read draws
     the order from torch's global generator, and would otherwise race with random draws in the training loop.
@@ -176,7 +176,7 @@ def _came_through_fetching(traceback: TracebackType | None) -> bool:
 
 
 class Handover:
-    """An iterator over values from another thread, which reads the source `given` and calls `end` or `close`.
+    """An iterator over values that another thread reads from the source `given`. Ends after `end` or `close`.
 
     The garbage collector may call `close` in the middle of any function; this is safe with `SimpleQueue.put`.
     """

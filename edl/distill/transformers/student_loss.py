@@ -86,8 +86,8 @@ def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
     if types.any():
         raise SettingsError(
             f"token_type_ids contain {int(types.max())}, as for text pairs, but `edl serve --hf` takes only ids, "
-            "all of type 0: its labels would be wrong. Serve a function that takes them and name its inputs, "
-            'inputs={"ids": ..., "token_type_ids": "token_type_ids"}; or leave them out for teacher and student '
+            "all of type 0: its labels would be wrong. Serve a function that takes the types and name its inputs, "
+            'inputs={"ids": ..., "token_type_ids": "token_type_ids"}; or leave the types out for teacher and student '
             "(return_token_type_ids=False in the tokenizer), if the teacher was trained without them"
         )
 
@@ -172,7 +172,7 @@ class DistillArguments:
 
     task: Task = "causal-lm"
     top_k: Optional[int] = field(default=None, metadata={"help": "log-probabilities to request per row"})  # noqa: UP045
-    beta: float = field(default=0.0, metadata={"help": "0 forward KL, 1 reverse KL, between: Jensen-Shannon"})
+    beta: float = field(default=0.0, metadata={"help": "0: forward KL, 1: reverse KL, between: Jensen-Shannon"})
     temperature: float = field(default=1.0, metadata={"help": "temperature of labels and loss"})
     hard_weight: float = field(default=0.0, metadata={"help": "share of the cross-entropy with the batch's own labels"})
     chunked_head: bool = field(default=False, metadata={"help": "never hold the logits of all tokens at once"})

@@ -65,7 +65,7 @@ class RequestIds(Iterator[str]):
 
 @functools.lru_cache(maxsize=1)
 def _trace_of(pid: int) -> str:
-    """Return this process's trace id, for requests outside any other trace. A forked child gets its own."""
+    """Return this process's trace id, for requests outside any other trace. A forked child gets its own trace id."""
     return secrets.token_hex(16)
 
 
@@ -141,7 +141,7 @@ _ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DE
 _NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
 """Messages of the local gRPC library when it refuses an answer. The status code alone could also come from the
 teacher."""
-_REMEDY = "answers must not be compressed, nor be larger than Options(max_answer_bytes=...)"
+_REMEDY = "answers must be uncompressed and not larger than Options(max_answer_bytes=...)"
 _LONGEST_HINT_S = 60.0  # longest pause that a teacher may request; a full queue is processed sooner, or never
 
 
@@ -248,7 +248,7 @@ class ServerCalls:
             raise RequestFailed(FailureKind.REJECTED, what) from exc
 
     async def open_channel(self, traceparent: str, deadline: float) -> dict[str, Any]:
-        """Return the answer of `names.OPEN_CHANNEL`. Raises `RequestFailed`, or ValueError if it is not JSON."""
+        """Return the answer to `names.OPEN_CHANNEL`. Raises `RequestFailed`, or ValueError if it is not JSON."""
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(names.OPEN_CHANNEL)
         try:
             metadata = (*self.metadata, (names.TRACEPARENT, traceparent))

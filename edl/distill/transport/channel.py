@@ -55,7 +55,7 @@ class _PendingRequest:
 
 
 class TensorChannel:
-    """An open tensor channel. Requests have no own task or timer: each would cost a loop iteration."""
+    """An open tensor channel. Requests have no task or timer of their own, because each would cost a loop iteration."""
 
     def __init__(self, sock: Socket, calls: ServerCalls, ids: RequestIds) -> None:
         self._endpoint = calls.endpoint
@@ -91,7 +91,10 @@ class TensorChannel:
         self._drop(int(request_id, 16), None)
 
     async def infer(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> Body:
-        """Send a request like `start`; return the answer or raise `RequestFailed`. Cancelling cancels the request."""
+        """Send a request like `start`; return the answer or raise `RequestFailed`.
+
+        If the calling task is cancelled, the request is cancelled too.
+        """
         if self.broken:
             raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: the connection has ended")
         future: asyncio.Future[Body | RequestFailure | None] = self._loop.create_future()
@@ -119,7 +122,7 @@ class TensorChannel:
     # Time
 
     def _arm_timer(self, due: float) -> None:
-        """Check requests at `due` or earlier. Answers do not postpone this check: they are too frequent."""
+        """Check requests at `due` or earlier. Answers do not postpone this check, because they are too frequent."""
         due = min(due, self._loop.time() + _PING_S)
         if self._timer is None or due < self._timer.when():
             if self._timer is not None:
@@ -162,7 +165,8 @@ class TensorChannel:
         request = self._waiting.get(number)
         if request is not None and nbytes > self._max_answer_nbytes:
             del self._waiting[number]
-            what = f"an answer of {nbytes:,} bytes, at most {self._max_answer_nbytes:,}: see Options(max_answer_bytes=)"
+            limit = f"more than Options(max_answer_bytes={self._max_answer_nbytes})"
+            what = f"an answer of {nbytes:,} bytes, {limit}"
             request.done(RequestFailure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {what} (request {number:016x})"))
             return False
         return request is not None  # otherwise its answer is no longer awaited
@@ -239,7 +243,7 @@ async def _connect(host: str, port: int, shake_hands: Callable[[int, Any], Await
 async def _shake_hands(
     opened: list[socket.socket], token: bytes, proof: bytes, certificate: bytes, family: int, address: Any
 ) -> Socket:
-    """Return a connection, with TLS if `certificate`, the SHA-256 that the teacher sent over verified gRPC, is set."""
+    """Return a connection. Use TLS if `certificate` is set, the SHA-256 that the teacher sent over verified gRPC."""
     plain = socket.socket(family, socket.SOCK_STREAM)
     opened.append(plain)
     plain.setblocking(False)
@@ -257,7 +261,7 @@ async def _shake_hands(
     found = await receive_exactly(sock, TOKEN_NBYTES)
     if not found:
         raise ProtocolError(
-            "it closed the connection: too many are being opened, or a different server answered, without this token"
+            "it closed the connection: too many are being opened, or the server that answered did not issue this token"
         )
     if not hmac.compare_digest(found, proof):
         raise ProtocolError("this is not the server that issued the token")

@@ -192,7 +192,8 @@ class TeacherClient:
     async def close(self, *, unregister: bool = True) -> None:
         """Close the connection; pending requests end with LOST. May be called twice.
 
-        `unregister` says whether to unregister shared memory. It must stay registered if another connection uses it.
+        `unregister` says whether to unregister shared memory. The memory must stay registered if another connection
+        uses it.
         """
         if self._closing is not None and self._closing is not asyncio.current_task():
             await self._closing
@@ -456,7 +457,11 @@ class ReplyReader:
             raise RequestFailed(FailureKind.LOST, what)
         if asked:
             if named != expected and (named or self.spec.version_required):
-                what = f"it answers with version {named!r}" if named else "its answer names no version, of several"
+                what = (
+                    f"it answers with version {named!r}"
+                    if named
+                    else "its answer does not say which of several versions it is from"
+                )
                 raise self.unusable(f"{what}, but version={expected!r} is requested")
             return expected
         if not named:

@@ -19,7 +19,10 @@ from edl.protocol.tensors import Array
 
 
 def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the model's inputs in its types; raise `SourceError` if one is missing, misshapen, or would change."""
+    """Return the model's inputs in its types.
+
+    Raises `SourceError` if an input is missing, has the wrong shape, or has a value that would change.
+    """
     if not spec.inputs:
         return dict(fields)
     missing = [name for name in spec.inputs if name not in fields]

@@ -72,7 +72,7 @@ def choose_priority(
             return RequestPriority(warning=f"it has no priority levels: priority={wanted} has no effect")
         beyond = f"it has {levels} priority levels, but priority={wanted} is requested: {levels} is used"
         return RequestPriority(min(wanted, levels), warning=beyond if wanted > levels else "")
-    warning = "" if levels else "it has no priority levels: its own clients wait behind our pending requests"
+    warning = "" if levels else "it has no priority levels: its own clients wait behind EDL's pending requests"
     # One of several instances is left to the server's own clients.
     rows = max(1, max_batch // _SHARE) if max_batch else 0
     return RequestPriority(levels, rows, max(1, instances - 1), warning)

@@ -184,7 +184,7 @@ class ShmRegistrations:
 
         If the teacher no longer knows the name `lost`, register the region under a new name. This happens only once,
         even if several requests report the loss. Returns None if the teacher cannot use the region, for example because
-        it is in a different container. Raises `RequestFailed`, LOST, if the teacher cannot be reached.
+        the teacher is in a different container. Raises `RequestFailed` with kind LOST if the teacher cannot be reached.
         """
         async with self._registering:
             known = self._known.get(region.name)
@@ -248,6 +248,6 @@ def is_about_memory(failure: RequestFailure, name: str) -> bool:
 
 
 def _is_known_already(exc: RequestFailed) -> bool:
-    """Return whether a name is registered already. Only this student knows it, from an earlier connection."""
+    """Return whether a name is registered already, by an earlier connection. No other student knows the name."""
     cause = exc.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.ALREADY_EXISTS

@@ -119,7 +119,7 @@ def test_rows_and_sequences_do_not_mix(tmp_path: Path) -> None:
     with SoftLabelCache(0, tmp_path) as cache:
         view = cache.view(KEY)
         view.put(named(range(3), found), labels(found))
-        with pytest.raises(SettingsError, match=r"are of sequences with the inputs \['ids'\], but rows are looked up"):
+        with pytest.raises(SettingsError, match=r"are for sequences with the inputs \['ids'\], but rows are looked up"):
             view.get(range(3))
         with pytest.raises(SettingsError, match="do not match the cache"):
             view.put(range(4), {"logprobs": top_k(np.ones((4, 8), np.float32), 4)})
@@ -128,7 +128,7 @@ def test_rows_and_sequences_do_not_mix(tmp_path: Path) -> None:
     with SoftLabelCache(0, tmp_path / "rows") as cache:
         view = cache.view(KEY)
         view.put(range(4), {"logprobs": top_k(np.ones((4, 8), np.float32), 4)})
-        with pytest.raises(SettingsError, match=r"are of rows, but sequences with .* are looked up"):
+        with pytest.raises(SettingsError, match=r"are for rows, but sequences with .* are looked up"):
             view.get(named(range(3), found))
     with pytest.raises(SettingsError, match="labels of rows"):
         load_labels(tmp_path / "rows").of_sequences([1])

@@ -51,7 +51,7 @@ def test_missing_rows_are_filled_in(cache: SoftLabelCache) -> None:
     np.testing.assert_array_equal(whole["logits"], labels[:5])  # type: ignore[arg-type]
     stats = cache.stats()
     assert (stats.hits, stats.misses) == (3, 4)
-    with pytest.raises(SettingsError, match="the others"):
+    with pytest.raises(SettingsError, match="the other rows"):
         found.filled({"logits": logits(2, 11)})
     with pytest.raises(SettingsError, match="2 rows"):
         found.filled({"logits": labels[:3]})
@@ -60,7 +60,7 @@ def test_missing_rows_are_filled_in(cache: SoftLabelCache) -> None:
         view.put([6], {"logits": logits(1, 11)})
     with pytest.raises(SettingsError, match="float64"):
         view.put([6], {"logits": logits(1).astype(np.float64)})
-    with pytest.raises(SettingsError, match=r"outputs \['features'\]: the cache's key names \['logits'\]"):
+    with pytest.raises(SettingsError, match=r"outputs \['features'\]: expected those in the cache's key, \['logits'\]"):
         view.put([6], {"features": logits(1)})
     with pytest.raises(SettingsError, match="expected 2 rows, one for each id"):
         view.put([6, 7], {"logits": logits(3)})

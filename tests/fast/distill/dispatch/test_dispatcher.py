@@ -515,8 +515,8 @@ def test_outage_is_said_recalled_and_ended() -> None:
     outage.start_work(100.0)
     assert outage.check(100.0, 0) == OutageStatus(False, 110.0, ": waiting up to 60 s")
     assert outage.check(105.0, 0) == OutageStatus(False, 110.0)
-    assert outage.check(110.5, 0) == OutageStatus(False, 120.5, " since 10 s")
-    assert outage.check(155.0, 0) == OutageStatus(False, 160.0, " since 55 s")
+    assert outage.check(110.5, 0) == OutageStatus(False, 120.5, " in the last 10 s")
+    assert outage.check(155.0, 0) == OutageStatus(False, 160.0, " in the last 55 s")
     assert outage.check(160.0, 0).expired
     outage.finish_work()
     outage.start_work(1000.0)

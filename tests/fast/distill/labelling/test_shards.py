@@ -183,7 +183,7 @@ def test_a_rewritten_file_ends_the_worker(serve: Serve, folder: Path, tmp_path: 
 def test_wrong_input_ends_the_worker(serve: Serve, folder: Path) -> None:
     """A mistake of this worker's own does not fail every shard of the job."""
     source = Shards(folder)
-    words = r"3 shards failed here in a row.*7, perhaps others among 42 not tried: .*wants input 'x'"
+    words = r"3 shards failed here in a row.*7; others may be among 42 samples that were not tried: .*wants input 'x'"
     with pytest.raises(PermanentError, match=words):
         label(folder, serve("echo"), source, ArrayData({"image": X}))
     assert len(source.failed) == 3

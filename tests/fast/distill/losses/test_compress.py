@@ -25,7 +25,7 @@ def test_a_class_count_is_for_all_pieces() -> None:
     with pytest.raises(SettingsError, match=r"classes=8 .* classes=9"):
         TopK.concatenate([unknown, known, other])
     beyond = replace(unknown, ids=np.full((2, 2), [8, 0], np.int32))
-    with pytest.raises(SettingsError, match="class ids from 0 to 8, of 8 classes"):
+    with pytest.raises(SettingsError, match="class ids from 0 to 8: must be at least 0 and below 8"):
         TopK.concatenate([known, beyond])
 
 
@@ -33,7 +33,7 @@ ROWS = np.zeros((2, 8), np.float32)
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: labels_of([[0, 1]], [[1.0, 2.0]], [0.0, 1.0]), "shapes"),
     (lambda: labels_of([[0.0, 1.0]], [[1.0, 2.0]], [0.0]), "types"),
-    (lambda: labels_of([[0, 9]], [[1.0, 2.0]], [0.0]), "class ids from 0 to 9, of 5 classes"),
+    (lambda: labels_of([[0, 9]], [[1.0, 2.0]], [0.0]), "class ids from 0 to 9: must be at least 0 and below 5"),
     (lambda: top_k(ROWS, 0), r"k=0: must be from 1 to the number of classes, 8"),
     (lambda: top_k(ROWS, 2, 0.0), r"temperature=0.0"),
     (lambda: top_k(ROWS[0], 2), r"float32 \[8\]"),

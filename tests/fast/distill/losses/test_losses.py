@@ -209,7 +209,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: DistillLoss()(X, X, torch.zeros(2, dtype=torch.int64)), r"labels are .*\[2\].*whole numbers \[3\]"),
     (lambda: DistillLoss(4.0, 1)(X, KEPT), "have temperature 1, but the loss uses 4"),
     (lambda: DistillLoss(1.0, 1, soft="mse")(X, KEPT), "soft='kl', not 'mse'"),
-    (lambda: top_k_kl(X[:, :3], KEPT), "student has 3 classes, the teacher 4"),
+    (lambda: top_k_kl(X[:, :3], KEPT), "student has 3 classes, but the teacher has 4"),
 ]
 
 

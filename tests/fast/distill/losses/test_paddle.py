@@ -87,8 +87,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: kl_divergence(X, [[0.0] * 4] * 2), "list"),
     (lambda: token_loss(X, L, mask=np.array([5, -100])), "the mask holds -100"),
     (lambda: token_loss(X, L, mask=np.ones(2, np.float32)), "expected bool or whole numbers"),
-    (lambda: token_loss(X, L, token_count=paddle.ones([2])), r"token_count is of shape \[2\]"),
-    (lambda: token_loss(X, replace(L, ids=np.array([[0, 1], [2, 2]]))), "class 2 twice"),
+    (lambda: token_loss(X, L, token_count=paddle.ones([2])), r"token_count has shape \[2\]"),
+    (lambda: token_loss(X, replace(L, ids=np.array([[0, 1], [2, 2]]))), "class 2 more than once"),
     (lambda: DistillLoss()(X, X, paddle.to_tensor([1, 4])), r"labels hold 4: must be from 0 to 3, or -100"),
     (lambda: DistillLoss()(X, X, paddle.to_tensor([1, 2, 3])), r"expected whole numbers \[2\]"),
 ]

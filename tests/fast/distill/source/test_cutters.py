@@ -72,7 +72,7 @@ def test_requests_fit_teachers_by_default(cutter: Cutter, max_rows: int, sizes: 
         (
             BatchCutter(input_getters(["x", None, None]), 2, 1),
             (np.zeros(2), 0),
-            "has 2 of the 3 named fields",
+            "has only 2 of the 3 named fields",
         ),
         (BatchCutter(X, 2, 1), ([object()],), "Python objects"),
         (BatchCutter(X, 2, 1), (np.array(["a"] * 70 + [None], object),), r"input 'x'.*element 70 is NoneType"),

@@ -102,7 +102,7 @@ def test_a_stop_in_an_applied_function(source: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("cutter", [BatchCutter, SampleCutter, SampleListCutter])
 def test_a_stop_in_a_getter_is_an_error(cutter: Any) -> None:
     value = [np.zeros(3)] if cutter is not SampleListCutter else [[np.zeros(3)]]
-    with pytest.raises(SourceError, match=r"what finds input 'x' in .* raised StopIteration"):
+    with pytest.raises(SourceError, match=r"the function that finds input 'x' in .* raised StopIteration"):
         cutter({"x": stop}, 2, 1).put(value)
-    with pytest.raises(SourceError, match=r"what finds the sample ids in .* raised StopIteration"):
+    with pytest.raises(SourceError, match=r"the function that finds the sample ids in .* raised StopIteration"):
         cutter({"x": itemgetter(0)}, 2, 1, ids=stop).put(value)

@@ -41,7 +41,7 @@ def closed_port() -> int:
     [
         ({"port": lambda _: closed_port()}, "Connect call failed"),
         ({"proof": "00" * 32}, "not the server that issued the token"),
-        ({"token": "00" * 32}, "without this token"),
+        ({"token": "00" * 32}, "did not issue this token"),
         ({"certificate": "00" * 32}, "closed|reset|WRONG_VERSION|wrong version"),
         ({"port": "x"}, "invalid literal"),
     ],

@@ -174,7 +174,7 @@ def _load_module(where: str, flag: str) -> ModuleType:
             raise SettingsError(f"{flag}: {where!r} imports {missing!r}, which is not installed") from exc
         raise SettingsError(
             f"{flag}: there is no module {missing!r}, neither installed nor in {Path.cwd()}; "
-            "a file is named with its suffix: path/file.py:name"
+            "to name a file, include its suffix: path/file.py:name"
         ) from exc
 
 

@@ -59,7 +59,7 @@ FAILURE_ADVICE: Final[Mapping[str, str]] = {
     "LaunchFailed": "fix the command, image, volume, secret or init container that the message names",
     "NotStored": "check the storage of spec.checkpoint: the last state was not stored there",
     "UnknownEnd": "check the node's kubelet: there is no information about why the pod ended",
-    "DeadlineExceeded": "raise spec.activeDeadlineSeconds, or give it more workers",
+    "DeadlineExceeded": "raise spec.activeDeadlineSeconds, or give the job more workers",
 }
 _EXIT_POISONED: Final = 3  # of `edl master` if shards were given up: the job has its result, without these
 _SUCCEEDED: Final = TerminationCause.SUCCEEDED.value

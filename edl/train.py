@@ -332,7 +332,7 @@ class _Training:
     # --- Columns ---
 
     def _choose_columns(self, table: ParquetTable) -> None:
-        """Choose the columns for the model and the loss, from the transformed first row."""
+        """Choose the columns for the model and the loss, based on the transformed first row."""
         plan, found = self._plan, table.__getitems__([0])
         if not isinstance(found, dict):
             raise SettingsError(f"transform(columns) must return a dict of columns, not {quote(found)}")
@@ -383,7 +383,7 @@ class _Training:
             print(text, flush=True)  # noqa: T201 - output for the user
 
     def _check_output(self) -> None:
-        """Refuse an output folder that cannot be written to. This happens before training rather than after it."""
+        """Refuse an output folder that cannot be written to, before training begins."""
         try:
             files, root = fsspec.core.url_to_fs(self._plan.output)
             files.makedirs(root, exist_ok=True)

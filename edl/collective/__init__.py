@@ -1,9 +1,9 @@
-"""Elastic training from checkpoints: workers join and leave, and the result does not depend on which were present.
+"""Elastic training from checkpoints: workers join and leave without changing the result.
 
-In a training script, `State` and `Checkpointer` keep what must survive a restart, `Evaluator` keeps the metrics
-measured on the state, `ElasticSampler` orders the data, and `ElasticTrainer` makes the update. Each of these classes
-works without the others and without `edl run`. docs/architecture.md lists the parts. Only the parts that need torch
-import torch.
+In a training script, `State` and `Checkpointer` keep what must survive a restart, `Evaluator` keeps the results of
+evaluations, `ElasticSampler` orders the data, and `ElasticTrainer` updates the parameters. Each of these classes works
+without the others and without `edl run`. docs/architecture.md lists the parts. Only the parts that need torch import
+torch.
 """
 
 from __future__ import annotations

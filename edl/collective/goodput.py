@@ -1,16 +1,17 @@
-"""How a job spent its time: exclusive categories that add up to the total time, goodput, and events.
+"""Summarizes how a job spent its time: exclusive categories that add up to the total time, goodput, and events.
 
-Goodput is train / elapsed: the share of the wall-clock time since the job began spent on steps that were finished once
-and never lost. Every node's agent counts its own time (`agent.status_publisher`) and writes it into the Store::
+Goodput is train / elapsed: the share of the wall-clock time since the job began that was spent on steps that were
+finished once and never lost. Every node's agent counts its own time (`agent.status_publisher`) and writes the time into
+the Store::
 
     jobs/JOB/world                  which nodes train together (edl.collective.job_records), written by all agents
     jobs/JOB/ledger/NODE/BEGAN      one life of a node's agent: all of its time, rewritten about once a second
     jobs/JOB/left-out/HOST          a host that the job excludes (edl.collective.job_records)
-    jobs/JOB/events/NODE/BEGAN      what recently happened to that agent or was seen by it
+    jobs/JOB/events/NODE/BEGAN      recent events that concern that agent or that it saw
 
-At each moment, the job is charged like the node that trained least among the nodes that run workers, because
-synchronous training is as fast as its slowest rank. If no node runs workers, the node with the most idle time decides.
-If no agent is alive, the job is DOWN. A node that waits to join lowers only `worker_goodput`.
+At each moment, the job's time is charged like that of the node that trained least among the nodes that run workers,
+because synchronous training is as fast as its slowest rank. If no node runs workers, the node with the most idle time
+decides. If no agent is alive, the job is DOWN. A node that waits to join lowers only `worker_goodput`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _T = TypeVar("_T", int, float, str)
 
 
 class TimeCategory(enum.IntEnum):
-    """What a moment was spent on; exactly one category applies."""
+    """What a moment was spent on. Exactly one category applies to a moment."""
 
     TRAIN = 0  # steps that count, with waits for other ranks and data, and evaluations between steps
     SAVE = 1  # the training loop is blocked by a copy of its state
@@ -82,7 +83,10 @@ def span_of(category: TimeCategory, length_us: int, workers: int = 0, running: b
 
 
 def append_span(spans: list[Span], span: Span) -> None:
-    """Append a span, or merge it with the last span if no one would see a difference. Empty spans are dropped."""
+    """Append a span, or merge it with the last span. Empty spans are dropped.
+
+    Two spans are merged if their main category, their workers and `running` are the same.
+    """
     if not span.length_us:
         return
     last = spans[-1] if spans else None
@@ -116,7 +120,7 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class ProgressMark(NamedTuple):
-    """How far a node had got `at_us` microseconds after its ledger began: last finished step (or -1), and samples."""
+    """A node's progress `at_us` microseconds after its ledger began: last finished step (or -1), and samples."""
 
     at_us: int
     step: int
@@ -199,7 +203,7 @@ JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"
 
 
 def decode_part(key: str, value: bytes) -> JobPart:
-    """Read an entry from a job's records; its `key` starts at `jobs/`."""
+    """Decode an entry from a job's records. Its `key` starts with `jobs/`."""
     _, _, part = key.split("/", 2) if key.count("/") > 1 else ("", "", "")
     if part == "world":
         return World.decode(value)
@@ -372,7 +376,7 @@ def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
 
 
 def _node_status(record: NodeRecord, world: World | None, now_us: int, last_us: int) -> NodeStatus:
-    """Make the row of one life; `last_us` is when the job ended, or now."""
+    """Return the status of one life of a node; `last_us` is when the job ended, or now."""
     state = _NAMES[record.spans[-1].main] if record.spans else "rendezvous"
     if (last_us - record.until_us) / 1e6 > SILENT_S and not record.ended:
         state = "lost"
@@ -407,7 +411,7 @@ def _place(node: NodeStatus) -> tuple[int, float]:
 
 
 def _join(records: Iterable[NodeRecord], until_us: int) -> tuple[list[Span], float | None]:
-    """Combine all ledgers into `worker_goodput` and the job's spans up to `until_us` or a later last sign of life."""
+    """Combine all ledgers into the job's spans, up to `until_us` or a later sign of life, and `worker_goodput`."""
     changes: list[tuple[int, int, Span | None]] = []  # at a wall clock, a life enters its next span, or ends
     for life, record in enumerate(records):
         at_us = record.began_us
@@ -436,7 +440,7 @@ def _join(records: Iterable[NodeRecord], until_us: int) -> tuple[list[Span], flo
 
 
 def _charge(length_us: int, present: Iterable[Span]) -> Span:
-    """Return what the job is charged for a time in which the nodes have the spans `present`."""
+    """Return the span that the job is charged for a time in which the nodes have the spans `present`."""
     running = [span for span in present if span.running]
     if running:
         slowest = min(running, key=lambda span: _share(span, TimeCategory.TRAIN))
@@ -454,7 +458,7 @@ def _seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _with_causes(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Sort events, and add each event's cause: its text may state the cause, and an earlier event may add details."""
+    """Sort events, and add each event's cause, which the event's text may state; an earlier event may add details."""
     found = []
     leading: dict[int, Event] = {}  # by generation: the last event in it that leads to another generation
     for event in sorted(events, key=lambda event: event.at):

@@ -1,7 +1,7 @@
-"""Records of a job in the Store: what its nodes write for other nodes and for `edl status`.
+"""Records of a job in the Store, which nodes write for other nodes and for `edl status`.
 
 `Node` is an agent's record of itself. The record of the job (`World`) says which nodes train together, in which order,
-and under which generation.
+and in which generation.
 """
 
 from __future__ import annotations

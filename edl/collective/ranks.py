@@ -48,7 +48,7 @@ def rank_of(group: Group) -> int:
 
 
 def exchange(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
-    """Return the numbers of all ranks, in one list per rank. Every rank passes the same number of them."""
+    """Return the numbers of all ranks, in one list per rank. All ranks must pass lists of the same length."""
     world = world_of(group)
     if world == 1:
         return [list(numbers)]

@@ -116,7 +116,7 @@ class WorkerStatusPage:
     # --- The worker's side. ---
 
     def record_worker_start(self, generation: int) -> None:
-        """Record that a worker starts. The time until now counts as the last worker's phase."""
+        """Record that a worker starts. The time until now counts towards the last worker's phase."""
         self._page.paused = _NEVER
         self.enter_phase(Phase.START)
         self._page.generation = generation

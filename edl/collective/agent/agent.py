@@ -1,7 +1,7 @@
-"""A node's part of a job: keeps the node's record, follows the job's, and runs this node's workers accordingly.
+"""Runs a node's part of a job: updates the node's record, follows the job's record, and runs the node's workers.
 
-A single thread acts. The other threads only put what they learn (a record changed, a worker ended, a signal arrived)
-into that thread's queue. `context` holds an agent's resources, and `reconciler` acts once the node has joined.
+A single thread acts. The other threads only put events into that thread's queue: a record changed, a worker ended, a
+signal arrived. `context` holds an agent's resources, and `reconciler` acts once the node has joined.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _join_job(context: AgentContext) -> int | None:
 
 
 def _check_job_state(context: AgentContext) -> int | None:
-    """Return an exit code if the job has ended. Restarts a failed job once its nodes have left (a lease or two)."""
+    """Return an exit code if the job has ended. Restart a failed job when its nodes are gone, after 1 or 2 leases."""
     spec = context.spec
     deadline = time.monotonic() + 4 * spec.ttl_s
     while True:
@@ -177,7 +177,7 @@ def _check_job_state(context: AgentContext) -> int | None:
             logger.info("job %s has already ended (%s): nothing to do", spec.job, world.message, extra=fields)
             again = f"to run it again, give it another name, such as --rdzv-id {spec.job}-2"
             if spec.checkpoint:
-                again += f", and a --checkpoint other than {spec.checkpoint}, from which it would resume"
+                again += f", and a --checkpoint other than {spec.checkpoint}, so that it does not resume there"
             logger.info("%s", again)
             context.shutdown.end = TerminationMessage(node=context.id, message=f"job {spec.job} has already ended")
             return ExitCode.DONE
@@ -213,11 +213,11 @@ def _is_excluded(context: AgentContext) -> bool:
         return False
     if context.spec.readmit:
         exclusions.remove()
-        logger.info("this host is no longer left out (%s)", exclusion.reason)
+        logger.info("this host is no longer excluded (%s)", exclusion.reason)
         return False
     code = int(ExitCode.FAULTY_NODE)
     logger.error(
-        "job %s leaves this host out (%s): %s; exit code %d",
+        "job %s excludes this host (%s): %s; exit code %d",
         *(context.spec.job, exclusion.reason, REMEDY, code),
         extra={"job": context.spec.job, "exit_code": code},
     )
@@ -231,7 +231,7 @@ def _note_fault(context: AgentContext, reason: str) -> None:
 
 
 def _agree_on_script(context: AgentContext) -> None:
-    """Compare the script's name with the recorded one. Record it if there is none, or if no node is alive."""
+    """Check that the script has the recorded name. Record its name if none is recorded, or if no node is alive."""
     job = context.spec.job
     key = prefix(job) + "script"
     own = Path(context.spec.program.target).name
@@ -288,15 +288,15 @@ def _reserve_memory(context: AgentContext) -> None:
 
 
 def _adopt_state(context: AgentContext) -> None:
-    """Use the state that an agent of this job left in memory; remove it if it is from another run or training."""
+    """Use a state that an agent left in memory; remove the state if the job's run, script or arguments differ."""
     host = context.host
     run = JobRun(context.store, context.spec.job)()
     command = context.spec.command
     if host.holds_state and host.run == run and host.command != command:
         host.forget_slots()
         logger.info(
-            "node %s left a state in memory, from a different script or arguments: removing it; with "
-            "--rdzv-id NAME a job resumes whatever its arguments are",
+            "node %s left a state in memory, from a different script or arguments: removing it; a job "
+            "with a name (--rdzv-id NAME) resumes even if its arguments differ",
             host.previous_owner,
         )
     elif host.holds_state and host.run == run:

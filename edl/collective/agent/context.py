@@ -36,7 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class JobRun:
-    """Returns the run's name for checkpoints; it stays while the Store has the records that count generations."""
+    """Returns the run's name for checkpoints.
+
+    The name stays the same as long as the Store has the records that count generations.
+    """
 
     def __init__(self, store: Store, job: str) -> None:
         self._store = store
@@ -62,7 +65,7 @@ _SILENT_S = 1.0  # most states are stored sooner, which needs no message
 
 @dataclass
 class ShutdownState:
-    """State that decides how an agent releases everything."""
+    """The state that decides how an agent releases its resources."""
 
     code: int | None = None  # the exit code; None while there is none
     joined: bool = False  # whether the other nodes have seen this node
@@ -85,7 +88,7 @@ class ShutdownState:
 def store_last_state(
     persister: CheckpointPersister, signals: StopSignals, shutdown: ShutdownState, *, resumable: bool
 ) -> None:
-    """Wait until the last checkpoint is stored, for a limited time or until a second signal. Closes `persister`."""
+    """Wait until the last checkpoint is stored, a time limit passes or a second signal arrives. Closes `persister`."""
     done = shutdown.code == ExitCode.DONE
     # Slurm itself ends the wait, by its KillWait or GraceTime, which were chosen for what the storage needs.
     patient = done or (signals.slurm and signals.stopping)
@@ -101,9 +104,9 @@ def store_last_state(
         if signals.stopping and not announced and time.monotonic() - began > _SILENT_S and not closing.done():
             announced = True
             until = (
-                "Slurm waits for it as long as its KillWait"
+                "Slurm waits for this up to its KillWait"
                 if signals.slurm
-                else "asked again, this node leaves without it"
+                else "if asked again, this node leaves without storing it"
             )
             logger.info("storing the last checkpoint; %s", until)
     shutdown.stored = closing.done() and closing.result()
@@ -146,7 +149,7 @@ _URGENT_PUBLISH_TIMEOUT_S = 0.5  # for a node asked a second time to leave: a he
 
 @dataclass(frozen=True)
 class PeerLost:
-    """The end of another node's agent."""
+    """Reports that another node's agent has ended."""
 
     node: str
 
@@ -156,7 +159,10 @@ EventQueue = queue.SimpleQueue[AgentEvent]
 
 
 class AgentContext:
-    """The resources of a node's agent, which `stack` closes in reverse order. `shutdown` records how its part ended."""
+    """The resources of a node's agent, which `stack` closes in reverse order.
+
+    `shutdown` records how the agent's part in the job ended.
+    """
 
     def __init__(
         self, spec: LaunchSpec, store: Store, signals: StopSignals, events: EventQueue, stack: ExitStack
@@ -204,7 +210,9 @@ class AgentContext:
 
 
 def _may_complete_checkpoint(membership: Membership, signals: StopSignals) -> bool:
-    """Return whether this node's state still counts: others have not gone on without this node. For any thread.
+    """Return whether this node's state still counts: other nodes have not continued without this node.
+
+    Any thread may call this.
 
     Raises:
         DiscoveryError: The store does not answer, so whether the state counts is unknown.

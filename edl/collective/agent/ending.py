@@ -1,8 +1,8 @@
-"""How a node leaves a job: the signals that request it, the exit codes, and the message that says why it ended.
+"""Handles a node's departure from a job: signals, exit codes, and the message that says why the agent ended.
 
 Kubernetes keeps the last 4,096 bytes of the file that `terminationMessagePath` names
 (https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/). `edl.master` may not import
-this module, so it reads the message with `edl.master.scaling.terminations`; a test compares the two.
+this module, so it reads the message with `edl.master.scaling.terminations`. A test compares both modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExitCode(IntEnum):
-    """Exit codes. If a signal made a node leave, it exits with 128 plus the signal's number, as 143 for SIGTERM."""
+    """Exit codes. If a signal made a node leave, the code is 128 plus the signal's number, such as 143 for SIGTERM."""
 
     DONE = 0
     FAILED = 1  # the script raised, or exited with a code other than 0
@@ -45,7 +45,8 @@ class AskedToLeaveError(Exception):
 class StopSignals:
     """Counts the signals that arrive between `__enter__` and `__exit__`, in the main thread, and calls `wake` for each.
 
-    Slurm repeats SIGTERM. So with `slurm`, only SIGINT, which a person sends through `srun`, makes the node hurry.
+    Slurm repeats SIGTERM. So with `slurm`, only SIGINT, which a person sends through `srun`, makes the node leave at
+    once.
     """
 
     def __init__(self, wake: Callable[[], None], *, slurm: bool = False) -> None:
@@ -69,7 +70,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that left because of the last signal, as a shell reports it."""
+        """The exit code that a shell reports for a process that the last signal ended."""
         return 128 + self._numbers[-1]
 
     def raise_if_stopping(self) -> None:
@@ -121,7 +122,10 @@ class TerminationMessage:
 
 
 def write_termination_message(path: str, message: TerminationMessage) -> None:
-    """Write why this agent ended to a file, in place, because containers mount the file. A failure is only logged."""
+    """Write to a file why this agent ended. A failure is only logged.
+
+    The file is overwritten in place, because containers mount it.
+    """
     if not path:
         return
     data = message.encode()
@@ -139,7 +143,7 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
 
 
 def cut_middle(text: str, max_bytes: int) -> str:
-    """Return a text whose JSON has at most `max_bytes` bytes. A long text keeps its start, and its end (the error)."""
+    """Return a text whose JSON has at most `max_bytes` bytes. A long text keeps its start and its end (the error)."""
     if _count_bytes(text) <= max_bytes:
         return text
     start = _keep_start(text, max_bytes // 4)

@@ -1,7 +1,7 @@
 """The folder in memory that an agent keeps for its workers: status pages, slots of state, logs.
 
 It outlives the agent. Another agent of the same job on the same host takes over a dead agent's folder. If there are
-several such folders, it takes the one with the newest state. The folders' locks show that the dead agents and their
+several such folders, the agent takes the folder with the newest state. A folder's lock shows whether its agent and
 workers are gone.
 """
 
@@ -32,7 +32,10 @@ def _text_file(name: str, doc: str) -> Any:
     """Return a property of a folder whose value is kept in a file; "" if there is no file."""
 
     def replace_text(folder: HostFolder, text: str) -> None:
-        """Replace the file in one step: another agent may read it at any moment, even if this agent is killed here."""
+        """Replace the file in one step.
+
+        Another agent may read the file at any moment, even if this agent is killed here.
+        """
         draft = folder.path / f"{name}.new"
         draft.write_text(text)
         draft.rename(folder.path / name)
@@ -43,8 +46,8 @@ def _text_file(name: str, doc: str) -> Any:
 class HostFolder:
     """A folder that belongs to this process until `close`, in memory if the host has `/dev/shm`.
 
-    `previous_owner` is the node that owned the folder before, or empty. `dead` are the nodes whose agents have died on
-    this host.
+    `previous_owner` is the node that owned the folder before, or empty. `dead` contains the nodes whose agents have
+    died on this host.
     """
 
     run: str = _text_file("run", "The run of the job that left the state here.")
@@ -93,7 +96,7 @@ class HostFolder:
         return str(self.path / f"slots-{local_rank}")
 
     def touch(self) -> None:
-        """Show that this folder's agent is alive. Call it now and then."""
+        """Show that this folder's agent is alive. The agent calls this now and then."""
         with contextlib.suppress(OSError):
             os.utime(self.path / "node")
 
@@ -110,14 +113,16 @@ class HostFolder:
         return self.path / f"stacks-{local_rank}"
 
     def make_output_folder(self) -> Path:
-        """Return an empty folder for what the workers write, used unless the user named another folder."""
+        """Return an empty folder for the workers' output, which is used unless the user named another folder."""
         folder = self.path / "output"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
 
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
-        """Release the folder. `keep` leaves the state to the job's next agent, as this node's state if `used`.
+        """Release the folder. With `keep`, its state stays for the job's next agent.
+
+        A state that stays is recorded as this node's if `used`, or else as the previous owner's.
 
         If the job has `ended`, everything that dead agents left on this host is removed, except for states that were
         not stored.
@@ -247,7 +252,7 @@ def _is(path: Path, file: int) -> bool:
 
 
 def _remove_abandoned(root: Path, kept: str) -> None:
-    """Remove the folders of agents that died over an hour ago, except those of the job `kept`, which begins here."""
+    """Remove the folders of agents that died over an hour ago, except folders of the job `kept`, which begins here."""
     for job in root.iterdir():
         if job.name == kept:
             continue

@@ -1,7 +1,8 @@
-"""The specification of a node's agent, and where the ranks of a generation meet.
+"""The specification of a node's agent, and the endpoint where the ranks of a generation meet.
 
-Paddle's trainers meet at a store that the first trainer opens at `PADDLE_MASTER`. Each trainer also has its own
-address, by which parts of Paddle identify the trainer. So a node reserves consecutive ports; `Node.port` is the first.
+Paddle's trainers meet at a store that the first trainer opens at `PADDLE_MASTER`. Each trainer also has an address of
+its own, which identifies the trainer in parts of Paddle. So a node reserves consecutive ports; `Node.port` is the
+first.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class LaunchSpec:
 
 
 def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
-    """Open a meeting place for the ranks of a single generation, without addresses from earlier generations."""
+    """Open an endpoint where the ranks of a single generation meet, without addresses from earlier generations."""
     if spec.framework == "paddle":
         return ReservedPorts(spec.workers + 1)
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

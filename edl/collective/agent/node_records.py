@@ -1,8 +1,8 @@
-"""Records that a node uses in the Store: its own (with a lease), the job's (by compare-and-set), excluded hosts.
+"""The records that a node uses in the Store: its own (with a lease), the job's (by compare-and-set), exclusions.
 
-A host whose GPU failed is excluded, under the keys `jobs/JOB/left-out/HOST`. A host is identified by the boot id of its
-kernel and the GPUs visible to this process. Names are not used because containers get new names at every start. A
-reboot, which resets the GPUs, makes the host count as a new one.
+A host whose GPU failed is excluded by a record under the key `jobs/JOB/left-out/HOST`. A host is identified by the boot
+id of its kernel and the GPUs visible to this process. Names are not used because containers get new names at every
+start. A reboot, which resets the GPUs, makes the host count as a new host.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class JobRecords:
 
 
 class Membership:
-    """This node's record under a lease, and all records of its job. Threads call `wake` when one may have changed."""
+    """This node's record under a lease, and all records of its job.
+
+    Threads call `wake` when one of these records may have changed.
+    """
 
     def __init__(
         self,
@@ -131,8 +134,9 @@ class Membership:
     def read_records(self) -> JobRecords:
         """Read all records. A node that lost its lease gets a new lease here, under its old name.
 
-        While the store is down, all leases expire. The first node to return treats the members that it knew as late
-        rather than gone for a while. A node does the same if a store answers but does not renew leases.
+        While the store is down, all leases expire. The first node that reaches the store again treats the members that
+        it knew as late, and not as gone, for a while. A node does the same if a store answers but does not renew
+        leases.
 
         Raises:
             DiscoveryError: The store does not answer, or lost the job's record a moment ago.

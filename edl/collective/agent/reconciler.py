@@ -1,4 +1,4 @@
-"""Acts on changes of the job's records: starts, stops and pauses this node's workers, and updates its own record.
+"""Acts on changes in the job's records: starts, stops and pauses this node's workers, and updates the node's record.
 
 `rendezvous.next_world` decides what the job's record should become, and `health.failures.decide_recovery` decides what
 to do about workers that ended.
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Departure:
-    """Why a node leaves, and what its user should do. `restart` is why the other nodes begin a new generation."""
+    """Why a node leaves, and what the user should do. `restart` is why the other nodes begin a new generation."""
 
     exit_code: ExitCode
     reason: str
@@ -69,7 +69,7 @@ class NodeReconciler:
 
     @property
     def pausing(self) -> bool:
-        """Whether this node's workers are asked to pause, so that every moment counts."""
+        """Whether this node's workers are asked to pause, so that the agent must react quickly."""
         return self._worker_group.running and self._pause.value[1] is not None
 
     @property
@@ -81,7 +81,7 @@ class NodeReconciler:
 
     @property
     def time_category(self) -> TimeCategory:
-        """What this node spends its time on; TRAIN if it has workers, whose status pages say more."""
+        """What this node spends its time on. TRAIN if it has workers: their status pages give the details."""
         if self._worker_group.finished:
             return TimeCategory.IDLE
         if self._worker_group.running:
@@ -89,7 +89,7 @@ class NodeReconciler:
         return TimeCategory.IDLE if self._waits_for_place else TimeCategory.RENDEZVOUS
 
     def reconcile(self, records: JobRecords) -> int | None:
-        """Act on the records until this node has nothing left to change. Returns the exit code if its part is over."""
+        """Act on the records until nothing is left to change. Returns the exit code if this node's part is over."""
         if self._store_away.record(False, time.monotonic()):
             logger.info("the store answers again")
         while True:
@@ -134,7 +134,7 @@ class NodeReconciler:
         return None
 
     def _position(self, world: World) -> int | None:
-        """Return this node's place among the members of a running world, None if it is not a member."""
+        """Return this node's place among the members of a running world, or None if it is not a member."""
         return world.position(self._context.id) if world.state is JobState.RUNNING else None
 
     def _note_place(self, waits: bool, world: World) -> None:
@@ -144,13 +144,16 @@ class NodeReconciler:
         self._waits_for_place = waits
 
     def handle_store_outage(self, exc: DiscoveryError) -> int | None:
-        """Let workers run without the store until other nodes may take over. Returns the exit code if it must leave."""
+        """Let workers run without the store until other nodes may take over.
+
+        Returns the exit code if this node must leave.
+        """
         if self._store_away.record(True, time.monotonic()):
             logger.warning("the store does not answer (%s): continuing without it for a while", exc)
         cut_s = self._membership.without_lease_s
         if self._worker_group.finished and not self._spec.resumable and cut_s > self._outage_s:
             self._worker_group.stop_workers()
-            logger.info("job %s has ended: the script ended, and no other node waits for it", self._spec.job)
+            logger.info("job %s has ended: the script ended, and no other node waits for this node", self._spec.job)
             return ExitCode.DONE
         # Failed workers cannot restart without the store; a signal to leave is followed after the same time.
         if (self._worker_group.failing or self._signals.stopping) and self._outage_s < cut_s <= self._alone_s:
@@ -159,7 +162,7 @@ class NodeReconciler:
         if self._worker_group.running and cut_s > self._alone_s:
             logger.warning(
                 "no answer from the store for %.0f s: the workers are stopped until the store answers, since other "
-                "nodes may have continued job %s by now. If a store is that slow, increase --lease-ttl (%g s) and "
+                "nodes may have continued job %s by now. If the store is that slow, increase --lease-ttl (%g s) and "
                 "--rdzv-conf takeover_timeout=%g (the same on all nodes)",
                 *(cut_s, self._spec.job, self._spec.ttl_s, self._spec.rendezvous.takeover_s),
                 extra={"job": self._spec.job},
@@ -192,11 +195,11 @@ class NodeReconciler:
 
     @property
     def workers_may_run_until(self) -> float:
-        """How long this node's workers may continue if the store stops answering (`time.monotonic()`)."""
+        """The time until which this node's workers may continue if the store stops answering (`time.monotonic()`)."""
         return time.monotonic() - self._membership.without_lease_s + self._alone_s
 
     def _start_generation(self, world: World, position: int) -> None:
-        """Replace this node's workers by those of a new generation, in which the node is at `position`."""
+        """Replace this node's workers with those of a new generation, in which the node is at `position`."""
         member = world.nodes[position]
         last = member.first_rank + member.local_world_size - 1
         ranks = f"rank {last}" if last == member.first_rank else f"ranks {member.first_rank}-{last}"
@@ -273,13 +276,16 @@ class NodeReconciler:
         return None
 
     def _end_shortage(self, now: float) -> None:
-        """Stop waiting for more nodes: enough are present or the job runs. The next shortage starts a new wait."""
+        """Stop waiting for more nodes.
+
+        Enough nodes are present, or the job runs. The next shortage starts a new wait.
+        """
         self._too_few.record(False, now)
         self._told_nodes.record(-1, now)
 
     @property
     def _kept_state(self) -> str:
-        """Return, as text, where the state is that this node saved before it left."""
+        """Return, as text, where to find the state that this node saved before it left."""
         if not self._context.shutdown.is_last_node:
             return "the others have every step so far"
         if self._spec.checkpoint:
@@ -365,7 +371,7 @@ class NodeReconciler:
         self._context.status.record_event(kind, text, world.generation)
 
     def _prepare_departure(self, decision: RecoveryDecision | None) -> RecoveryDecision | None:
-        """Stop the workers if failures mean that this node must leave. Returns what else the failures lead to."""
+        """Stop the workers if failures mean that this node must leave. Returns the decision, which may change."""
         if decision is None or not (decision.leave_out or decision.needs_memory):
             return decision
         if decision.leave_out:
@@ -405,7 +411,7 @@ class NodeReconciler:
         exclusion = Exclusion(self._context.id, decision.restart, clear, self._worker_group.last_step, time.time())
         other = None if clear else self._exclusions.find_same_elsewhere(exclusion)
         if other is not None:
-            where = f"it also failed on {other.node}, and got no step further: the script's own error"
+            where = f"it also failed on {other.node}, and here at no later step: the error is the script's own"
             fatal = f"{decision.restart} ({where})\n{decision.traceback}"
             return RecoveryDecision(fatal=fatal, unclear=True, rank=decision.rank, cause=ExitCause.ERROR)
         self._exclusions.add(exclusion)

@@ -1,7 +1,7 @@
 """Decides which nodes train together: a plain state machine over the Store's records (`edl.collective.job_records`).
 
 All agents see the same records and may compute the next world from them (`next_world`). Compare-and-set lets only one
-of them write it. So there is no leader that could be lost, and never a second world at the same time.
+agent write that world. So there is no leader that could be lost, and there are never two worlds at the same time.
 
     forming ──enough nodes──> running ──every member finished──> done
        ^                       │  │
@@ -69,7 +69,10 @@ class ChangeTimer(Generic[T]):
 
 
 def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
-    """Return whether joins wait for a busy member; not while a member leaves, as hosts are preempted in seconds."""
+    """Return whether joins wait for a busy member.
+
+    They do not wait while a member leaves, because a preempted host is gone within seconds.
+    """
     members = [nodes[member.id] for member in world.nodes if member.id in nodes]
     return any(node.busy == world.generation for node in members) and not any(node.leaving for node in members)
 
@@ -98,7 +101,7 @@ def next_world(
 
 
 def failed_world(world: World, message: str, cause: str = "", rank: int = -1) -> World:
-    """Return the record of a job that the user's code ended on `rank`. The middle of a long message is left out."""
+    """Return the record of a job that failed because of the user's code on `rank`. A long message loses its middle."""
     kept = message
     if len(message) > _MESSAGE_CHARS:
         kept = f"{message[: _MESSAGE_CHARS // 4]}\n[...]\n{message[-_MESSAGE_CHARS * 3 // 4 :]}"

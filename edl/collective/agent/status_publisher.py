@@ -1,10 +1,10 @@
-"""Records how an agent spends its time, and publishes that in the Store for `edl status`, `edl report` and dashboard.
+"""Records how an agent spends its time, in the Store, for `edl status`, `edl report` and the dashboard.
 
-If a node has several workers, the worker that trained least counts, since the others wait for that worker. Time in
-TRAIN is charged to steps that finish. If a step was finished before its worker was replaced, and is then repeated, the
-repetition counts as ROLLBACK. If the agent returns to the rendezvous in the middle of a step, the time since the step
-began is split: up to the usual duration of a step counts as lost work (ROLLBACK), and the rest as waiting for a rank
-that hung or was gone (IDLE).
+If a node has several workers, the worker that trained least counts, since the other workers wait for that worker. Time
+in TRAIN is charged to steps that finish. If a step was finished before its worker was replaced, and is then repeated,
+the repetition counts as ROLLBACK. If the agent returns to the rendezvous in the middle of a step, the time since the
+step began is split: up to the usual duration of a step counts as lost work (ROLLBACK), and the rest as waiting for a
+rank that hung or was gone (IDLE).
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ _CATEGORY_OF_PHASE: Final = {
 
 
 class Ledger:
-    """A node's time from `now_s` on (`time.monotonic()`, as on the status pages); `wall_s` is `time.time()` then."""
+    """Accounts for a node's time from `now_s` on.
+
+    `now_s` is a `time.monotonic()`, as on the status pages; `wall_s` is the `time.time()` at the same moment.
+    """
 
     def __init__(self, node: str, workers: int, now_s: float, wall_s: float) -> None:
         self.node = node
@@ -131,7 +134,7 @@ class Ledger:
     def _charge_workers(
         self, amounts: tuple[int, ...], before: WorkerStatus, after: WorkerStatus, now_s: float
     ) -> None:
-        """Charge what a worker did between two statuses, but keep the time of an unfinished step open."""
+        """Charge the time that a worker spent between two statuses, except the time of an unfinished step."""
         whole_us = self._open_us + amounts[TimeCategory.TRAIN]
         open_us = 0
         if _CATEGORY_OF_PHASE[after.phase] is TimeCategory.TRAIN:
@@ -197,7 +200,7 @@ def _amounts(length_us: int, before: WorkerStatus, after: WorkerStatus) -> tuple
 
 
 class StatusPublisher:
-    """Keeps an agent's ledger up to date. For the agent's thread; only `close` waits for the store."""
+    """Keeps an agent's ledger up to date. Used from the agent's thread only. Only `close` waits for the store."""
 
     def __init__(self, store: Store, job: str, node: str, workers: int) -> None:
         self._store = store
@@ -219,7 +222,7 @@ class StatusPublisher:
         self._loop = BackgroundLoop("edl-status", self._publish)
 
     def follow_workers(self, worker_group: WorkerGroup) -> None:
-        """Charge time by these workers' status pages from now on. Without workers, `close` writes no record."""
+        """From now on, charge time based on these workers' status pages. Without workers, `close` writes no record."""
         self._worker_group = worker_group
 
     def charge_time(self, doing: TimeCategory, replicated_us: int = 0) -> None:

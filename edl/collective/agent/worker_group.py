@@ -1,8 +1,8 @@
-"""This node's workers through the generations: started, kept or replaced, watched, and stopped.
+"""Manages this node's workers from generation to generation: starts, keeps, replaces, watches and stops them.
 
 Through their status pages, an agent tells its workers when to pause and gives them a heartbeat, which says that this
-node may continue the job. An agent that was stopped for a while may have lost its place in the job without knowing it,
-and its threads resume in any order. So after a stop, the heartbeat resumes only once the agent has read the records.
+node may continue the job. An agent that was stopped for a while may not know that it has lost its place in the job, and
+its threads resume in any order. So after a stop, the heartbeat resumes only once the agent has read the records.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ _PATIENCE_STEPS: Final = 6  # usual steps until all workers have paused; two nor
 
 
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
-    """Return a step late enough to tell all workers of it first; None unless all report steps in this generation."""
+    """Return a step that is late enough for all workers to be told of it first.
+
+    Returns None unless all workers report steps in this generation.
+    """
     if any(status.step < 0 or status.generation != generation for status in statuses):
         return None
     step_s = _usual_step_s(statuses)
@@ -52,7 +55,7 @@ def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | Non
 
 
 def pause_needs_s(statuses: Collection[WorkerStatus]) -> float:
-    """Return the seconds that the steps before a pause may take if steps are long; 0 if no step was measured."""
+    """Return how many seconds the steps before a pause may take; 0 if no step was measured."""
     step_s = _usual_step_s(statuses)
     return _PATIENCE_STEPS * step_s if step_s is not None else 0.0
 
@@ -145,7 +148,7 @@ def worker_environment(spec: LaunchSpec, world: World, member: Member, local_ran
 
 
 def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bool = False) -> dict[str, str]:
-    """Return the variables that `paddle.distributed.launch` sets for a trainer: with one GPU if `gpu`, else gloo."""
+    """Return the variables that `paddle.distributed.launch` sets for a trainer, with one GPU if `gpu` or else gloo."""
     rank = member.first_rank + local_rank
     endpoints = [
         f"{node.addr}:{node.port + 1 + place}" for node in world.nodes for place in range(node.local_world_size)
@@ -170,7 +173,10 @@ def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bo
 
 
 def _threads(world: World, member: Member) -> dict[str, str]:
-    """Divide a host's cores among its nodes' workers. OpenMP busy-waits: twice the threads took ten times as long."""
+    """Divide a host's cores among its nodes' workers.
+
+    OpenMP's threads busy-wait: with twice as many threads, work took ten times as long.
+    """
     here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
     if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
         return {}
@@ -207,9 +213,9 @@ _STOPPED_S: Final = 1.0  # how long a worker may be stopped: a debugger stops a 
 class WorkerGroup:
     """The workers of a node. Used from the agent's thread only.
 
-    Another thread calls `report` with every `WorkerExit` and `ZygoteLost`, to be passed to `handle_event`, and with
-    None if the job's records must be read before `heartbeat` may be allowed again. `generation` is the generation of
-    the workers that run here, or of the last ones that ran.
+    Another thread calls `report` with every `WorkerExit` and `ZygoteLost`, which the agent passes to `handle_event`. It
+    calls `report` with None if the agent must read the job's records before it may allow `heartbeat` again.
+    `generation` is the generation of the workers that run here, or of the last workers that ran here.
     """
 
     def __init__(
@@ -289,7 +295,7 @@ class WorkerGroup:
 
     @property
     def terminating(self) -> bool:
-        """Whether the workers were asked to end, so that their exits have no consequences."""
+        """Whether the workers were asked to end. Their exits then have no consequences."""
         return self._terminated_at is not None
 
     def close(self) -> None:
@@ -386,7 +392,7 @@ class WorkerGroup:
         return found
 
     def _find_unbegun(self, running: dict[int, int], statuses: list[WorkerStatus]) -> None:
-        """Record a fork that never begins, because it waits for a lock that another thread of its parent held."""
+        """Record a worker that never begins, because its fork waits for a lock that a thread of its parent held."""
         limit_s = self._spec.hang.begin_s
         if self._spec.program.kind == "program" or time.monotonic() - self._began_at < limit_s:
             return

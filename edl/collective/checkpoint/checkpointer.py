@@ -1,4 +1,4 @@
-"""Saving a job's state every few steps, into memory that outlives the worker, and restoring it from there."""
+"""Saves a job's state every few steps, in memory that outlives the worker, and restores it from there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SaveSchedule:
-    """Counts steps to the next save. All ranks of a world must agree on that step, or they save different steps."""
+    """Counts steps to the next save.
+
+    All ranks of a world must agree on the step of the next save, or they save different steps.
+    """
 
     overhead: float | None = None  # largest fraction of the time that saving may cost
     interval_s: float | None = None  # seconds between two saves
@@ -51,7 +54,7 @@ class SaveSchedule:
         return self.next_step is None or step >= self.next_step
 
     def propose_steps(self, step_s: float, save_s: float) -> int:
-        """Propose the steps until the next save. The first save does not count: it also allocates the memory."""
+        """Propose the number of steps until the next save. The first save is not measured: it also allocates memory."""
         if self.interval_steps is not None:
             return self.interval_steps
         if self.interval_s is not None:
@@ -91,12 +94,12 @@ class Checkpointer:
     """Save a `State` while it changes, and restore it after a restart.
 
     Every rank calls `save` after every step. When a save is due, `save` copies the state into shared memory, and takes
-    only as long as that copy. Storage is written from there, by the node's agent or by a thread of this process, and
-    never makes training wait. Under `edl run`, `save` also tells the agent of each step, and pauses when the agent asks
-    for it.
+    only as long as that copy. The node's agent or a thread of this process writes that copy to storage, which never
+    makes training wait. Under `edl run`, `save` also tells the agent of each step, and pauses when the agent asks for
+    it.
 
     As a context manager, the `Checkpointer` also saves the state after the last step if the block ends without an
-    error, because that state contains the finished model. It does not save that step if the block is left through
+    error, because that state contains the finished model. It does not save that state if the block is left through
     `sys.exit`, which a signal handler may call in the middle of a step.
 
     Pass at most one of `overhead`, `interval_s` and `interval_steps`.
@@ -107,7 +110,8 @@ class Checkpointer:
         interval_s: Approximate seconds between two saves.
         interval_steps: Steps between two saves.
         storage: Folder or fsspec URL for stored checkpoints. Default: `EDL_CHECKPOINT`. If there is no agent to store
-            them, a `with` block that ends without an error raises `TemporaryError` if its last state cannot be stored.
+            checkpoints, a `with` block that ends without an error raises `TemporaryError` if its last state cannot be
+            stored.
         storage_interval_s: Seconds between two stored states. Default: `EDL_CHECKPOINT_INTERVAL_S`, or else 300.
         keep: Number of checkpoints to keep in storage, if this process writes them itself.
         overlap: Removed; True raises `SettingsError`.
@@ -181,12 +185,12 @@ class Checkpointer:
     def restore(self, *, evaluate: bool = True) -> int:
         """Restore the newest state, from the memory of any rank or else from storage. Collective.
 
-        If a different number of ranks saved the state, this then calls the functions that were registered with
+        If a different number of ranks saved the state, `restore` then calls the functions that were registered with
         `State.register_adjust_function`.
 
         Args:
-            evaluate: Whether to then repeat the evaluation that was in progress when the state was saved; see
-                `evaluate`.
+            evaluate: Whether to repeat, after the restore, an evaluation that was in progress when the state was saved;
+                see the method `evaluate`.
 
         Returns:
             The last step that was finished when the state was saved; -1 if there is nothing to restore.
@@ -247,10 +251,10 @@ class Checkpointer:
 
         Args:
             step: The step that is finished, counted from 0 over all epochs.
-            force: Save now, and store the state too, however recent the last save was. While a state is being stored,
-                only the newest of several forced saves is stored next. A step is not stored twice in the same
-                generation, so a state that has changed since then needs a later `step`.
-            samples: Samples that this rank processed in this step, for the record only.
+            force: Save now, and store the state too, however recent the last save was. If several saves are forced
+                while a state is being stored, only the newest of them is stored next. A step is not stored twice in the
+                same generation, so a state that has changed since then needs a later `step`.
+            samples: Number of samples that this rank processed in this step. It is only recorded.
 
         Returns:
             Whether the state was saved.
@@ -263,7 +267,7 @@ class Checkpointer:
         if step < self._step:
             raise SettingsError(
                 f"save({step}) after step {self._step}: begin with the step after the one that restore() returned (0 "
-                "at first), and count on over all epochs, also if the script itself returns to an earlier state"
+                "at first), and keep counting over all epochs, even if the script returns to an earlier state"
             )
         self._drop_failed_evaluations(step)
         self._step = step
@@ -306,16 +310,18 @@ class Checkpointer:
             SettingsError: `limit_s` is not above 0.
         """
         if not limit_s > 0:
-            raise SettingsError(f"busy({what!r}, limit_s={limit_s}): the longest time it may take must be above 0")
+            raise SettingsError(
+                f"busy({what!r}, limit_s={limit_s}): the longest time that the work may take must be above 0"
+            )
         return self._status_page.in_busy_phase(what, limit_s)
 
     def evaluate(self, evaluator: Evaluator) -> Any:
         """Evaluate the state after the last finished step, unless the result is already known. Every rank calls this.
 
-        First, the state is saved in memory together with the fact that this evaluation is in progress; afterwards, its
-        result is saved too. So if a restart happens in between, `restore` repeats the evaluation for the same state. A
-        recorded result is never computed again. If a result should change anything else, make that change in the
-        evaluator's `on_result`.
+        Before the evaluation, the state is saved in memory together with the fact that the evaluation is in progress.
+        Afterwards, the result is saved too. So if a restart happens in between, `restore` repeats the evaluation for
+        the same state. A recorded result is never computed again. If a result should change anything else, make that
+        change in the evaluator's `on_result`.
 
         Args:
             evaluator: An evaluator that is a field of the `State`.
@@ -345,7 +351,8 @@ class Checkpointer:
     def close(self) -> None:
         """Release everything without another save. Slots that belong to an agent stay; private slots are removed.
 
-        If there is no agent to store a state that is marked for storage, this stores that state, or warns if it cannot.
+        If there is no agent to store a state that is marked for storage, this method stores that state, or warns if it
+        cannot.
         """
         try:
             self._close_or_raise()
@@ -435,8 +442,8 @@ class Checkpointer:
     ) -> float:
         """Copy the state after `step` into the older of two slots. Returns the seconds that training waited.
 
-        `place` is the number of ranks, and this rank. At the end of a job, when there is no process group, both are
-        those of the last save.
+        `place` is the number of ranks, and this rank. At the end of a job, when there is no process group, `place` is
+        that of the last save.
         """
         begin = time.perf_counter()
         header = SlotHeader(self.generation, step, *place, persist=persist)
@@ -491,7 +498,7 @@ class Checkpointer:
             self._stored_at = now
 
     def _holds_shards_alone(self) -> bool:
-        """Return whether, as far as is known, no other node has this rank's shards: losing this node loses them."""
+        """Return whether no other node is known to have this rank's shards, which are lost if this node is lost."""
         rank, local_rank = read("RANK", int), read("LOCAL_RANK", int)
         count = read("LOCAL_WORLD_SIZE", positive_int)
         if rank is None or local_rank is None or count is None or self._group is not None:
@@ -511,7 +518,7 @@ class Checkpointer:
         self._status_page.record_resume()
 
     def _await_agent(self) -> None:
-        """Wait for a silent agent or to be killed: other nodes may consider this node dead and train in its place."""
+        """Wait until a silent agent answers or this worker is killed: other nodes may have replaced this node."""
         logger.warning(
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
         )

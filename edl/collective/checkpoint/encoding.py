@@ -1,4 +1,4 @@
-"""Encoding of plain Python values as bytes: exact, and without anything that could execute when it is decoded.
+"""Encodes plain Python values as bytes, exactly and without anything that could execute during decoding.
 
 The bytes are JSON. A value that JSON cannot express becomes a JSON object with one key, its tag: `{"tuple": [1, 2]}`.
 Dicts are tagged as well, so their keys may have any type, and a dict can never be mistaken for a tag. Tensors and numpy
@@ -44,8 +44,8 @@ _PARAMETER = "parameter"
 def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
     """Encode a value as JSON.
 
-    `store_tensor` is called with every tensor and numpy array, and its path. `path` is the position of `value`; it is
-    passed to `store_tensor` and appears in messages.
+    `store_tensor` is called with every tensor and numpy array, and the path of each. `path` is the position of `value`;
+    it is passed to `store_tensor` and appears in messages.
 
     Raises:
         SettingsError: The value contains a type that cannot be encoded. The message says where that value is.
@@ -112,7 +112,7 @@ def _encode_items(value: dict[Any, Any], store_tensor: StoreTensor, path: Path) 
 
 
 def _no_tensor(value: Any, path: Path) -> int:
-    """Refuse a tensor in a set or as a key. Look-ups use its identity there, which a restored tensor lacks."""
+    """Refuse a tensor in a set or as a key. Look-ups there use the tensor's identity, which is lost in a restore."""
     raise SettingsError(
         f"{dotted(path[:-1])} has a tensor in a set or as a key, where a restored one could not be looked up: use a "
         "list, or make it a value"

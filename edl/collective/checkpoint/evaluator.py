@@ -1,4 +1,4 @@
-"""Evaluations of the state at planned steps, each of which runs once, however often training restarts."""
+"""Evaluates the state at planned steps. Each evaluation runs once, however often training restarts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Evaluator:
 
 
 def share_result(evaluator: Evaluator, result: Any, group: Group) -> Any:
-    """Return, on every rank, the result of the first rank that has one. Collective."""
+    """Return, on every rank, the result of the first rank that has a result. Collective."""
     form = encode(result, _refuse_tensor, (evaluator.name,))
     if world_of(group) > 1:
         gathered = gather_bytes(form, group)
@@ -106,7 +106,7 @@ def share_result(evaluator: Evaluator, result: Any, group: Group) -> Any:
 
 
 def agree_on_pending(evaluator: Evaluator, group: Group) -> None:
-    """Agree on the evaluation to repeat: a lost rank may lack a result that other ranks have. Collective."""
+    """Agree on the evaluation to repeat. A rank that was lost may lack a result that other ranks have. Collective."""
     if world_of(group) == 1:
         return
     mine = _NONE_PENDING if evaluator.pending is None else evaluator.pending

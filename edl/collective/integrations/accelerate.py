@@ -53,7 +53,7 @@ class ElasticLoop:
         self._used = self._read = self._resuming = False
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Restore the newest state, if there is one, and iterate over the epochs that are left.
+        """Restore the newest state, if there is one, and iterate over the remaining epochs.
 
         After the last epoch, the state is saved and stored. If you leave the loop earlier, the state that was saved
         last remains.
@@ -77,7 +77,8 @@ class ElasticLoop:
             if place.finished and place.epoch < count:
                 raise SettingsError(
                     f"this job has ended after {place.epoch} epochs, but epochs({count}) requests more: the random "
-                    "numbers for their order were not kept. Start another job from the model that this one saved"
+                    "numbers for the order of more epochs were not kept. Start another job from the model that this "
+                    "one saved"
                 )
             while place.epoch < count and not place.finished:
                 self._read = False
@@ -96,7 +97,7 @@ class ElasticLoop:
             self._boundary.close()
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Iterate over the batches of an epoch that are left, and save the state between steps.
+        """Iterate over the remaining batches of an epoch, and save the state between steps.
 
         Args:
             loader: A loader that the accelerator prepared, or `edl.distill.torch.distill` around one. Call this once in

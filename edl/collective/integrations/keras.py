@@ -2,11 +2,11 @@
 
 `fit` supports neither ranks nor a position within an epoch. `ElasticDataset` gives each rank its share of every global
 batch, from the restored position on. When the optimizer applies gradients, `ElasticCallback` averages them, weighted by
-the ranks' shares. So the update is the one that a single process with the whole batch would make. The callback saves
-the state after each batch and restores it when `fit` begins. `fit` then starts with the restored epoch, and calls
-`on_epoch_begin` of other callbacks once more. What they change, such as the learning rate, is restored before the first
-batch. `fit` requests the number of batches in a whole epoch, and would warn when a resumed epoch ends sooner; that
-warning is silenced.
+the ranks' shares. So the update is the same as in a single process that trains the whole batch. The callback saves the
+state after each batch and restores it when `fit` begins. `fit` then starts with the restored epoch, and calls
+`on_epoch_begin` of other callbacks once more. What these callbacks change, such as the learning rate, is restored
+before the first batch. `fit` requests the number of batches in a whole epoch, and would warn when a resumed epoch ends
+sooner; that warning is silenced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edl.errors import SettingsError
 
 
 class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
-    """Give each rank its share of every global batch, in an order that depends on the seed and the epoch.
+    """Give each rank its share of every global batch, in an order that depends only on the seed and the epoch.
 
     The `shuffle` argument of `fit` does not change this order. For soft labels, wrap this dataset in
     `edl.distill.keras.SoftLabelDataset`.
@@ -131,7 +131,7 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         model.optimizer.apply = self._apply_averaged
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin an epoch, or resume it with the metrics that it had."""
+        """Begin an epoch, or resume it with its saved metrics."""
         self._sampler.set_epoch(epoch)
         if self._resuming:
             self._metrics.apply()

@@ -91,7 +91,7 @@ class LoggedValues:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Hold the values until a batch begins: what hooks log or reset before that is already in the values."""
+        """Hold the values until a batch begins: they already include what hooks log or reset before that."""
         self._saved = saved
 
     def apply(self) -> None:
@@ -164,7 +164,7 @@ def _unpack_result(module: Any, trainer: Any, packed: dict[str, Any], metrics: d
 
 
 def _pack_metric(metric: Any) -> dict[str, Any]:
-    """Return the state of a torchmetrics metric; most of it is not in the metric's `state_dict`."""
+    """Return the state of a torchmetrics metric. The metric's `state_dict` lacks most of it."""
     return {"state": {name: getattr(metric, name) for name in metric._defaults}, "updates": metric._update_count}
 
 
@@ -177,7 +177,7 @@ def _unpack_metric(metric: Any, packed: dict[str, Any]) -> None:
 
 
 def keeps_place(loader: Any) -> bool:
-    """Return whether the loader knows its position. Without a length, it is read a batch ahead and does not."""
+    """Return whether the loader knows its position. A loader without a length does not: it is read a batch ahead."""
     return is_stateful_loader(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -212,7 +212,10 @@ class LoopProgress:
         return list(self.trainer.fit_loop._combined_loader.flattened)
 
     def count_step(self) -> bool:
-        """Count a step if this batch ends one (in manual optimization, if an optimizer stepped). Returns whether so."""
+        """Count a step if this batch ends one, and return whether it does.
+
+        In manual optimization, a batch ends a step if an optimizer stepped.
+        """
         loop = self.trainer.fit_loop.epoch_loop
         if self.trainer.lightning_module.automatic_optimization:
             stepped = not loop._should_accumulate()
@@ -281,7 +284,7 @@ class LoopProgress:
             fit_loop._restart_stage = "restarted_mid_epoch"  # the hooks for the epoch's start were already called
 
     def keep_validation_workers(self) -> None:
-        """Keep validation loaders that had persistent workers before the restart from drawing another seed."""
+        """Prevent validation loaders that had persistent workers before the restart from drawing another seed."""
         workers, trainer = self._saved["validation_workers"], self.trainer
         if not any(workers):
             return
@@ -394,7 +397,7 @@ _WRAPPERS: Final = {
 }
 _REFUSED: Final = {
     "BatchSizeFinder": "set the batch size that it finds",
-    "BaseFinetuning": "it adds parameters to the optimizer while training: give it all of them, and freeze in a hook",
+    "BaseFinetuning": "it adds parameters later: give the optimizer all parameters, and freeze in a hook",
     "GradientAccumulationScheduler": "use accumulate_grad_batches",
     "LearningRateFinder": "set the learning rate that it finds",
     "ModelPruning": "it changes the set of parameters",

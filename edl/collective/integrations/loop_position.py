@@ -1,4 +1,4 @@
-"""The position of another library's training loop, and resuming there: the common part of the integrations.
+"""Saves the position of another library's training loop, and resumes there: the common part of the integrations.
 
 A state is saved where a step begins, when everything that follows the previous step (logging, evaluation, the library's
 own checkpoints) has been done. Random number generators are restored at the same point, not when the rest of the state
@@ -61,7 +61,7 @@ class BoundaryCheckpointer:
         cls._opened |= shared
 
     def open(self, state: State) -> bool:
-        """Restore the newest state, if there is one. Returns whether there was one."""
+        """Restore the newest state, if there is one. Returns whether a state was restored."""
         self.begin_loop(self._options)
         self._checkpointer = self._stack.enter_context(Checkpointer(state, **self._options))
         restored = self._checkpointer.restore() >= 0
@@ -111,9 +111,9 @@ def check_order(saved: Any, here: Any) -> None:
 
 
 def make_workers_without_a_draw(loader: Any) -> None:
-    """Keep a loader from drawing a seed when it creates its persistent workers again after a restart.
+    """Prevent a loader from drawing a seed when it creates its persistent workers again after a restart.
 
-    `loader` may be Accelerate's wrapper. The loader drew its seed before the restart; its sampler still draws its
+    `loader` may be Accelerate's wrapper. The loader drew its seed before the restart. The loader's sampler still draws
     random numbers.
     """
     base = getattr(loader, "base_dataloader", loader)  # inside Accelerate's wrapper, if there is one

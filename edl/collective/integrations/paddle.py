@@ -1,6 +1,6 @@
 """Elastic training in PaddlePaddle scripts, with the same slots, checkpoints and agents as for PyTorch.
 
-All trainers are restarted when one joins or leaves. The state is the same on all trainers, as in data parallel
+All trainers are restarted when a trainer joins or leaves. The state is the same on all trainers, as in data parallel
 training.
 
 A Paddle tensor in host memory and a torch tensor can share memory (DLPack), so no copy is made when tensors are passed
@@ -220,7 +220,7 @@ class PaddleState(State):
 
 
 class Checkpointer(checkpoint.Checkpointer):
-    """Save and restore the state of Paddle's trainers. All trainers must create it together.
+    """Save and restore the state of Paddle's trainers. All trainers must create a `Checkpointer` at the same time.
 
     Args:
         state: The state to save and restore.
@@ -240,7 +240,7 @@ def _trainers() -> int:
 
 
 def _join(timeout_s: float) -> None:
-    """Form the torch process group, on the CPU, by which trainers agree on checkpoints and exchange them."""
+    """Form the torch process group, on the CPU, through which trainers agree on checkpoints and exchange states."""
     if _trainers() == 1 or torch.distributed.is_initialized():
         return
     if not paddle.distributed.is_initialized():

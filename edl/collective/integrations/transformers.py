@@ -1,7 +1,7 @@
 """Hugging Face's `Trainer` under `edl run`: a callback that keeps the whole state in memory and resumes from it.
 
-The Trainer reads its position only from files, and before model and optimizer are prepared. So the callback wraps the
-two methods that handle the position.
+The Trainer reads its position only from files, before the model and the optimizer are prepared. So the callback wraps
+the two methods that handle the position.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class _Progress:
 
     @property
     def _asked(self) -> tuple[float, int]:
-        """Epochs and steps that the script asks for; the number of steps decides unless it is -1."""
+        """Epochs and steps that the script requests. The number of steps applies unless it is -1."""
         return self._trainer.args.num_train_epochs, self._trainer.args.max_steps
 
     @property

@@ -1,5 +1,5 @@
 """Copies of sharded states on a peer's host, so that losing a host loses no shard.
 
-`replicator` is an agent's part in this: it decides when a copy is sent. `peers` sends the copy from agent to agent.
-States that every rank holds in full need no replica.
+`replicator` runs in an agent and decides when a copy is sent. `peers` sends the copy from agent to agent. States that
+every rank holds in full need no replica.
 """

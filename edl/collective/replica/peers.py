@@ -2,10 +2,13 @@
 
 ::
 
-    receiver -> sender   32 random bytes sender -> receiver   32 random bytes, HMAC(secret, "sender" | both) receiver ->
-    sender   HMAC(secret, "receiver" | both) then, for every part of the state sender -> receiver   frame: JSON that
-    announces the part (`ReplicaAnnouncement`) receiver -> sender   frame: `GO_ON`, `PRESENT` if it has that part, or
-    the reason for refusal sender -> receiver   the raw data and metadata, and their HMAC; not if the part is present
+    receiver -> sender   32 random bytes
+    sender -> receiver   32 random bytes, HMAC(secret, "sender" | both)
+    receiver -> sender   HMAC(secret, "receiver" | both)
+    then, for every part of the state
+    sender -> receiver   frame: JSON that announces the part (`ReplicaAnnouncement`)
+    receiver -> sender   frame: `GO_ON`, `PRESENT` if it has that part, or the reason for refusal
+    sender -> receiver   the raw data and metadata, and their HMAC; not if the part is present
     receiver -> sender   frame: `GO_ON`, once it has everything
 
 A frame consists of a length (4 bytes, little-endian), that number of bytes, and their HMAC-SHA256. The key is derived
@@ -136,7 +139,7 @@ class AuthenticatedConnection:
         return data
 
     def send_bulk(self, parts: Iterator[bytes | memoryview]) -> None:
-        """Send pieces of bytes that do not change during the call. The receiver can trust them once all are sent."""
+        """Send pieces of bytes that do not change during the call. The receiver trusts them once all have arrived."""
         mac = self._next_sent()
         with self._hashing(mac) as add:
             for part in parts:
@@ -145,7 +148,7 @@ class AuthenticatedConnection:
         self._connection.sendall(mac.digest())
 
     def receive_bulk(self, *targets: memoryview) -> None:
-        """Fill memory with the bytes that arrive. Do not use them before this returns."""
+        """Fill memory with the bytes that arrive. Do not use the bytes before this method returns."""
         mac = self._next_received()
         with self._hashing(mac) as add:
             for target in targets:
@@ -267,7 +270,7 @@ def _send_state(
 
 
 def _state_contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
-    """Yield the data, then the metadata. Raises an error before the end if they were overwritten."""
+    """Yield the data, then the metadata. Raises an error before the end if the slot was overwritten."""
     data = memoryview(state.map_file())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
     for whole in (data, memoryview(meta)):
         for begin in range(0, len(whole), CHUNK_NBYTES):

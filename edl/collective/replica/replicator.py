@@ -1,4 +1,4 @@
-"""The agent's part in replicas: sending its workers' states to a peer, and receiving another agent's states.
+"""Replicates an agent's states: sends its workers' states to a peer, and receives another agent's states.
 
 The peer is the next member in the world's order that takes replicas. If the peer does not answer, earlier replicas stay
 as they are, and the workers keep no newer state until the peer answers. Only sharded states are kept.
@@ -106,7 +106,10 @@ def job_secret(store: Store, job: str) -> Callable[[], bytes]:
 
 
 class Replicator:
-    """Sends states to the peer and receives another node's, in threads, until `close`. `say` takes lines for people."""
+    """Sends states to the peer and receives another node's, in threads, until `close`.
+
+    `say` is called with every line that a person should see.
+    """
 
     def __init__(
         self,
@@ -145,7 +148,7 @@ class Replicator:
 
     @property
     def replicated_us(self) -> int:
-        """Wall clock (microseconds since 1970) of the newest state that the peer has from all workers, or 0."""
+        """The time of the newest state that the peer has from all workers, in microseconds since 1970, or 0."""
         return self._replicated_us
 
     def change_world(self, world: World) -> None:
@@ -164,7 +167,10 @@ class Replicator:
         self._loop.wake()
 
     def hand_over_state(self) -> bool:
-        """Send the paused workers' newest state to the peer. Call until this is True: sent, refused or not needed."""
+        """Send the paused workers' newest state to the peer.
+
+        Call this until it returns True, which means that the state was sent, was refused or is not needed.
+        """
         if not self._handing_over:
             self._handing_over = True
             self._loop.wake()

@@ -1,1 +1,1 @@
-"""What remains of EDL's former rendezvous backend for torch to find."""
+"""Keeps the part of EDL's former rendezvous backend that torch must still find."""

@@ -1,4 +1,4 @@
-"""The entry point `edl` of `torchrun.handlers`, which says what to use instead of `torchrun --rdzv-backend=edl`.
+"""The entry point `edl` in `torchrun.handlers`, which says what to use instead of `torchrun --rdzv-backend=edl`.
 
 This module stays because torch loads all entry points whenever it starts, and a checkout installed with `pip install
 -e` keeps the entry points that it had when it was installed.

@@ -1,4 +1,4 @@
-"""Elastic training steps: which samples a step trains, and how it updates parameters, for any number of ranks.
+"""Elastic training steps: which samples a step trains, and how a step updates parameters, for any number of ranks.
 
 `sampler` decides which rank trains which samples, and `trainer` updates the parameters, one `step` at a time.
 `learning_rate` adapts the learning rate when the batch changes, and `tuner` chooses the batch.

@@ -1,10 +1,10 @@
-"""Gradients between backward and the optimizer: averaging over ranks, measuring, and estimating their noise.
+"""Works on gradients between backward and the optimizer: averages them over ranks, and estimates their noise.
 
-The noise is estimated from groups of samples that an optimizer step has anyway: the micro-batches of all ranks, before
+The noise is estimated from groups of samples that every optimizer step has: the micro-batches of all ranks, before
 their gradients are summed. If G is the true gradient and Σ the covariance of one sample's gradient, a mean over n
 samples has the expected squared norm |G|² + tr(Σ)/n. McCandlish et al., "An Empirical Model of Large-Batch Training",
-2018, appendix A.1, solve this for two batch sizes. Here it is solved as in an analysis of variance, for k groups of n_i
-samples with mean gradients g_i, and n samples in all with mean gradient g:
+2018, appendix A.1, solve this for two batch sizes. This module solves the equations as in an analysis of variance, for
+k groups of n_i samples with mean gradients g_i, and n samples in all with mean gradient g:
 
     tr(Σ) ≈ (Σ n_i |g_i|² - n |g|²) / (k - 1)        |G|² ≈ |g|² - tr(Σ) / n
 
@@ -85,13 +85,13 @@ def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> N
     strangers = set(map(id, updated)) - set(map(id, parameters))
     if strangers:
         raise SettingsError(
-            f"the optimizer has {len(strangers)} parameters that the model lacks: they are not averaged. Create it "
-            "after fully_shard, and pass ElasticTrainer a module with all of them, such as an nn.ModuleList"
+            f"the optimizer has {len(strangers)} parameters that the model lacks: they are not averaged. Create the "
+            "optimizer after fully_shard, and pass ElasticTrainer a module with all of them, such as an nn.ModuleList"
         )
 
 
 def averages_itself(module: nn.Module) -> bool:
-    """Return whether a module's backward pass averages gradients over the ranks, so that every rank must run it."""
+    """Return whether a module's backward pass averages gradients over the ranks. Every rank must then run that pass."""
     return any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in layers(module))
 
 
@@ -383,7 +383,7 @@ class GradientNoise:
     def gain(self, batch: int, base_batch: int) -> float:
         """Return how many steps with the base batch one step with `batch` samples is worth: 1 to batch/base_batch.
 
-        It is the gain ratio of Johnson et al., "AdaScale SGD", ICML 2020: r = (σ² + μ²)/(σ²/S + μ²), where σ² =
+        This is the gain ratio of Johnson et al., "AdaScale SGD", ICML 2020: r = (σ² + μ²)/(σ²/S + μ²), where σ² =
         tr(Σ)/base_batch, μ² = |G|² and S = batch/base_batch.
         """
         square = max(self.square, 0.0)

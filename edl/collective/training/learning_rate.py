@@ -1,4 +1,4 @@
-"""Rules that adapt the learning rate to a global batch other than the one for which it was chosen.
+"""Rules that adapt the learning rate to a global batch other than the batch for which the rate was chosen.
 
 For the scale S = batch / base batch, a policy gives the factor by which the rate from your schedule is multiplied:
 
@@ -11,8 +11,8 @@ For the scale S = batch / base batch, a policy gives the factor by which the rat
 | a function of S | its return value | anything else |
 
 The rules do not change the optimizer's state: its moments describe gradients, whose mean does not depend on the batch.
-Schedules here count samples instead of steps, because a sample means the same progress for every batch, and a step does
-not.
+Schedules here count samples instead of steps, because a sample means the same progress at every batch size, and a step
+does not.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _check_warmup(samples: int) -> None:
 
 
 class RateScaling:
-    """Learning rate factor, and progress in samples: those trained or, for `AdaScale`, steps times `base_batch`."""
+    """Learning rate factor, and progress in samples: samples trained or, for `AdaScale`, steps times `base_batch`."""
 
     def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:
         if base_batch < 1 or batch < 1:

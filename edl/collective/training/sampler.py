@@ -1,9 +1,9 @@
 """The order of the data: every sample once per epoch, even if the number of ranks changes during the epoch.
 
 The order of an epoch depends on the seed and the epoch alone. The order is cut into global batches, independently of
-the number of ranks, and each rank trains its share of each batch. So one number records how far an epoch has come: how
-many samples from its order *were trained*. The training loop advances this number after each step. Iteration doesn't
-advance it, because loaders read several batches ahead.
+the number of ranks, and each rank trains its share of each batch. So a single number records the progress in an epoch:
+how many samples from its order *were trained*. The training loop advances this number after each step. Iteration
+doesn't advance it, because loaders read several batches ahead.
 
 A batch is whatever the training loop uses: tensors, arrays, lists, and nests of these. Tuples, named tuples and
 mappings are structures that consist of parts. So is a list that contains a tensor, an array or a structure, because
@@ -187,7 +187,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def global_batch(self) -> int:
-        """Samples in the next optimizer step over all ranks, unless it is the last of an epoch."""
+        """Samples in the next optimizer step over all ranks, unless that step is the last of an epoch."""
         return self._size_at(self.consumed)
 
     @property
@@ -203,7 +203,10 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def handed_rows(self) -> int:
-        """Rows of this rank's next batch: its share or, if that is empty, the fewest that a model accepts, often 1."""
+        """Rows in this rank's next batch.
+
+        This is the rank's share or, if the share is empty, the fewest rows that a model accepts, often 1.
+        """
         return self.share_rows or min(self._least, self.batch_samples)
 
     def require_rows(self, least: int) -> None:
@@ -247,7 +250,7 @@ class ElasticSampler(Sampler[list[int]]):
             self.consumed += samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, or resume it if the state is already within it.
+        """Begin an epoch, or resume it if the state is already within that epoch.
 
         Args:
             epoch: Number of the epoch, from 0.

@@ -1,8 +1,8 @@
 """One optimizer step in progress: how many samples it has over all ranks, and how this rank splits its share.
 
-A step with a sampler knows every rank's share in advance. If more must be known, the ranks exchange it when the step
-begins. They also exchange whether a rank refuses its batch; if so, all ranks raise the same error, and none waits for a
-rank that failed.
+A step with a sampler knows every rank's share in advance. If the ranks need more information, they exchange that
+information when the step begins. They also exchange whether a rank refuses its batch; if so, all ranks raise the same
+error, and none waits for a rank that failed.
 """
 
 from __future__ import annotations

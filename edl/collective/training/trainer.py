@@ -1,14 +1,14 @@
 """An optimizer step that is independent of the world size: any number of ranks compute a single process's update.
 
 A step's gradient is the mean over the samples of a global batch, optionally weighted per sample. A rank cuts its share
-into micro-batches that fit into its memory. The mean loss of a micro-batch of n of the batch's B samples is multiplied
-by W·n/B. The mean over W ranks of the accumulated gradients, which is what DDP computes, is then the mean over the
-batch, however uneven the shares are. Gradients are averaged once per step.
+into micro-batches that fit into the rank's memory. If a micro-batch has n of the batch's B samples and there are W
+ranks, its mean loss is multiplied by W·n/B. The mean over the ranks of the accumulated gradients, which is what DDP
+computes, is then the mean over the batch, however uneven the shares are. Gradients are averaged once per step.
 
-The result still depends on the grouping of samples if a layer depends on it. BatchNorm normalizes by the statistics of
-one micro-batch on one rank; SyncBatchNorm depends only on how a step is split into micro-batches. Modules with
-collectives in their forward pass (SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and the
-trainer makes the same number.
+The result still depends on the grouping of samples if a layer's output depends on the grouping. BatchNorm normalizes by
+the statistics of one micro-batch on one rank; SyncBatchNorm depends only on how a step is split into micro-batches.
+Modules with collectives in their forward pass (SyncBatchNorm, FSDP) need the same number of micro-batches on every
+rank, so the trainer makes the same number on every rank.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class OptionScaling:
         if new < 0 and not self._warned:
             self._warned = True
             logger.warning(
-                "a batch of %.4g times the base batch is too large for the square root rule: 1 - %g times that is "
-                "above 1, so the decay is 0. Choose a larger base_batch, or SquareRoot(moments=False)",
+                "a batch of %.4g times the base batch is too large for the square root rule: the decay %g would "
+                "become negative, so it is 0. Choose a larger base_batch, or SquareRoot(moments=False)",
                 scale,
                 decay,
             )
@@ -210,7 +210,7 @@ class ElasticTrainer:
 
     @property
     def global_batch(self) -> int:
-        """Samples in the next step over all ranks, unless it is the last of an epoch."""
+        """Samples in the next step over all ranks, unless that step is the last of an epoch."""
         return self.sampler.global_batch if self.sampler is not None else self._scaling.batch
 
     @property
@@ -274,7 +274,7 @@ class ElasticTrainer:
             loss: Mean loss over the micro-batch's rows, weighted by their `weights` if you passed any; a scalar.
 
         Raises:
-            SettingsError: No micro-batch is due, the loss is not a single number, or that of a micro-batch without
+            SettingsError: No micro-batch is due, the loss is not a single number, or the loss of a micro-batch without
                 weight is not finite.
         """
         step = self._step
@@ -356,9 +356,9 @@ class ElasticTrainer:
     def discard(self, *, retry: bool = False) -> None:
         """Drop the current step after an error. Every rank must do this, in the same step.
 
-        With DDP, either all ranks or no rank may have begun its last micro-batch. With FSDP, all ranks must have
-        reached the same point. The passes involved communicate, and a rank that ran such a pass alone would stay out of
-        step with the others.
+        With DDP, either all ranks or none of the ranks must have begun their last micro-batch. With FSDP, all ranks
+        must have reached the same point. The passes involved communicate, and a rank that ran such a pass alone would
+        stay out of step with the others.
 
         Because the loader has already moved on, all ranks leave the step's samples out of this epoch, and a warning
         says so. With `retry`, the samples are still due: pass the same batch to `micro_batches` again. No samples are

@@ -101,14 +101,16 @@ def choose_batch_size(
     world: int,
     max_micro_batch: int | None = None,
 ) -> tuple[int, str]:
-    """Choose the global batch with the largest goodput that the model predicts. Returns it with a line for the log.
+    """Choose the global batch with the largest goodput that the model predicts.
+
+    Returns the batch, and a line for the log.
 
     A batch outside the bounds moves to the nearest bound. Otherwise, the batch at most doubles at once (or grows to one
-    sample per rank), because the model is fitted only to sizes that were measured. If only one micro-batch shape was
-    measured, a step's fixed cost cannot be distinguished from the cost of its rows; the batch is then doubled if that
-    wastes little.
+    sample per rank), because the model is fitted only to measured sizes. If only one micro-batch shape was measured, a
+    step's fixed cost cannot be distinguished from the cost of its rows; the batch is then doubled if that wastes
+    little.
 
-    `noise_scale` is None if it is not known yet. `max_micro_batch` is the smallest value on any rank.
+    `noise_scale` is None if the noise is not known yet. `max_micro_batch` is the smallest value on any rank.
     """
     inside = min(max(batch, settings.least), settings.most)
     if inside != batch:
@@ -146,7 +148,10 @@ def choose_batch_size(
 
 
 def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
-    """Return rows and number of micro-batches on the rank with the most; a lone rank needs two to measure noise."""
+    """Return the rows and the number of micro-batches on the rank with the most samples.
+
+    If there is only one rank, it needs two micro-batches to measure noise.
+    """
     rows = -(-batch // world)
     parts = -(-rows // max_micro_batch) if max_micro_batch else 1
     if world == 1:

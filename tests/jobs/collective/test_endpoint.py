@@ -199,7 +199,7 @@ def test_spare_replaces_a_broken_gpu(tmp_path: Path, capsys: pytest.CaptureFixtu
         job.environ["CUDA_VISIBLE_DEVICES"] = name.removeprefix("node-")
         code, output = job.run()
         assert code == 69, "it does not come back by itself"
-        assert "leaves this host out (rank 0: RuntimeError: CUDA error: uncorrectable ECC" in output
+        assert "excludes this host (rank 0: RuntimeError: CUDA error: uncorrectable ECC" in output
         assert main(["status", job.name, "--store", job.url]) == 0
         out = " ".join(capsys.readouterr().out.split())
         assert "is left out (rank 0: RuntimeError: CUDA error: uncorrectable ECC error encountered)" in out

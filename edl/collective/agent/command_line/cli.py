@@ -108,7 +108,8 @@ def _run_agent(argv: Sequence[str]) -> int:
         here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
         if spec.rendezvous.max_nodes > 1 and spec.addr.startswith("127.") and not here_only:
             logger.warning(
-                "other nodes will connect to this node at %s; on several hosts, pass --local-addr to each", spec.addr
+                "other nodes will connect to this node at %s; with nodes on several hosts, pass --local-addr on each",
+                spec.addr,
             )
         if step is not None and step.rank == 0:
             nodes = f"--nnodes {options.nnodes} --nproc-per-node {spec.workers}"
@@ -133,7 +134,7 @@ def _check_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError as exc:
         raise SettingsError(
-            "no folder for temporary files is writable, but workers need one: set TMPDIR, or if a container's root "
+            "no folder for temporary files is writable, but workers need one: set TMPDIR or, if a container's root "
             "file system is read-only, mount a folder at /tmp (in Kubernetes an emptyDir)"
         ) from exc
 
@@ -214,7 +215,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
 
 
 def _tls(options: argparse.Namespace) -> PeerTLS | None:
-    """Return the settings for TLS between agents from the options, or from the environment if complete there."""
+    """Return the TLS settings of agents from the options, or from the environment if it has a CA and a certificate."""
     given = {"ca": options.tls_ca, "cert": options.tls_cert, "key": options.tls_key}
     credentials = Credentials.of(**given, server_name=options.tls_server_name)
     if any((*given.values(), options.tls_server_name)) or (credentials.ca and credentials.cert):
@@ -247,14 +248,14 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
         return name
     if max_nodes > 1 and not options.standalone:
         raise SettingsError(
-            "several nodes need --rdzv-id NAME (any name, the same on each of them), or --rdzv-endpoint HOST:PORT (one "
-            "of them, which then serves the store)"
+            "several nodes need --rdzv-id NAME (any name, the same on each node), or --rdzv-endpoint HOST:PORT (the "
+            "address of one node, which then serves the store)"
         )
     return f"run-{uuid.uuid4().hex}"
 
 
 def _command(options: argparse.Namespace) -> str:
-    """Return a digest of what the workers run: the script, however its path is given, and its arguments.
+    """Return a digest of the script and its arguments. It does not depend on how the script's path is written.
 
     A program's first argument that is not an option counts as a script in the working folder (`bash train.sh`).
     """
@@ -298,7 +299,7 @@ def _program(options: argparse.Namespace) -> ProgramSpec:
 
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Callable[[str], LogsSpecs]:
-    """Return a function that takes a folder for the workers' files, which is used if the options name no folder."""
+    """Return a function that takes a folder for the workers' files, but uses the options' folder if there is one."""
     try:
         wanted = options.local_ranks_filter
         ranks = {int(rank) for rank in wanted.split(",")} if wanted else None

@@ -1,4 +1,4 @@
-"""Where nodes meet according to torchrun's options: `--rdzv-endpoint`, or `--master-addr` and `--master-port`."""
+"""Reads from torchrun's options where nodes meet: `--rdzv-endpoint`, or `--master-addr` and `--master-port`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SLOW_NAME_S: Final = 2.0  # for a lookup; a resolver that does not answer takes
 
 
 def own_address(store_url: str) -> str:
-    """Find this node's own address on the route to the store, or to other hosts if that is a loopback address."""
+    """Find this node's address on the route to the store. If it is a loopback address, use a route to other hosts."""
     servers = servers_of(store_url)
     if not servers:
         return "127.0.0.1"  # a store in a file: all nodes are on this machine
@@ -50,7 +50,10 @@ def own_address(store_url: str) -> str:
 
 
 def warn_of_slow_name(address: str) -> None:
-    """Warn if looking up an address's name is slow: torch does so for every connection, as IPv6 even for IPv4."""
+    """Warn if looking up the name of an address is slow, because torch does that for every connection.
+
+    Torch looks up an IPv4 address in its IPv6 form, as this function does.
+    """
     mapped = address if ":" in address else f"::ffff:{address}"
     began = time.monotonic()
     with contextlib.suppress(OSError):
@@ -66,7 +69,7 @@ def warn_of_slow_name(address: str) -> None:
 
 
 def _towards(host: str, port: int) -> str:
-    """Return this node's address on the route to a host. IPv4 is preferred: peers are likelier to reach it."""
+    """Return this node's address on the route to a host. IPv4 is preferred: peers are more likely to reach it."""
     ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     failure: OSError | None = None
     for family, kind, protocol, _, address in sorted(ways, key=lambda way: way[0] != socket.AF_INET):
@@ -99,7 +102,7 @@ class RendezvousEndpoint:
 
     @classmethod
     def of(cls, options: argparse.Namespace, conf: Mapping[str, str], max_nodes: int) -> RendezvousEndpoint | None:
-        """Read torchrun's options. Returns None if they name no endpoint, or if EDL's options name a store."""
+        """Read torchrun's options. Returns None if these name no endpoint, or if EDL's options name a store."""
         backend = options.rdzv_backend.strip().lower()
         if options.standalone or options.store or max_nodes < 2 or "://" in options.rdzv_endpoint:
             return None
@@ -138,7 +141,7 @@ class RendezvousEndpoint:
 
     @property
     def listen(self) -> ListenAddress:
-        """Where the host listens: on all addresses, since on this host its name may resolve to a loopback address."""
+        """The host's listen address: all addresses, since the host's name may resolve to a loopback address there."""
         if not self.local:
             return ListenAddress("::", self.port)
         return ListenAddress("127.0.0.1" if self.host == "localhost" else self.host, self.port)

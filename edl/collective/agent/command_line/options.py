@@ -1,4 +1,4 @@
-"""The options of `edl run`: torchrun's, parsed by its own parser, and EDL's."""
+"""The options of `edl run`: torchrun's options, parsed by torchrun's own parser, and EDL's options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edl.settings import read
 
 _DESCRIPTION = """\
 Starts or joins a training job: an elastic `torchrun`. Scripts that run under torchrun run here unchanged. Nodes may
-come and go within --nnodes MIN:MAX; with `edl.collective.State` and `Checkpointer` a script resumes its work.
+come and go within --nnodes MIN:MAX; a script with `edl.collective.State` and `Checkpointer` resumes its work.
 
 In a Slurm `srun` task, --nnodes, --nproc-per-node, --rdzv-id and --rdzv-endpoint come from the step (docs/slurm.md)."""
 
@@ -31,14 +31,14 @@ examples:
       --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py"""
 
 _DETAILS = """\
-Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node or one of its GPUs is faulty, 74
-the script's last state could not be stored, 75 too few nodes joined in time, or the store cannot be reached: try
-again, 137 too little memory (--leave-on-oom), 143 this node was asked to leave (SIGTERM) and did.
-EDL_TERMINATION_LOG names a file for the reason why the node ended: JSON of at most 4096 bytes."""
+Exit codes: 0 the job has ended; 1 the script failed; 2 wrong usage; 69 this node or one of its GPUs is faulty; 74
+the script's last state could not be stored; 75 too few nodes joined in time, or the store cannot be reached (try
+again); 137 too little memory (--leave-on-oom); 143 this node left because it was asked to (SIGTERM).
+The reason why the node ended is written to the file that EDL_TERMINATION_LOG names (JSON, at most 4096 bytes)."""
 
 _USUAL = {
     "nnodes": ("MIN:MAX", "number of nodes, or its bounds (default: 1)"),
-    "nproc_per_node": ("N", "workers of each node: a number, gpu, cpu or auto (default: 1)"),
+    "nproc_per_node": ("N", "workers on each node: a number, gpu, cpu or auto (default: 1)"),
     "rdzv_id": ("NAME", "name of the job, the same on each node"),
     "rdzv_endpoint": ("HOST:PORT", "where nodes meet: the agent on HOST serves the store"),
     "max_restarts": ("N", "restarts of the workers before the job fails"),
@@ -51,7 +51,7 @@ def _add_options(parser: CommandParser) -> None:
     add = parser.add_argument_group("EDL's options").add_argument
     store = (
         "where the nodes meet: sqlite:///path on one machine, edl://host:29400, consul://host:8500 or "
-        "etcd://host:2379 (default: --rdzv-endpoint; else EDL_DISCOVERY, else a SQLite file of this user)"
+        "etcd://host:2379 (default: --rdzv-endpoint; else EDL_DISCOVERY, else this user's SQLite file)"
     )
     add("--store", "--discovery", dest="store", metavar="URL", help=store)
     checkpoint = (
@@ -67,9 +67,9 @@ def _add_options(parser: CommandParser) -> None:
         help="before joining, test all GPUs, copies between them, and reductions in pairs with other waiting "
         "nodes, in two rounds; a faulty node exits with code 69",
     )
-    readmit = "rejoin a job that excluded this host for a failed GPU, which has since been reset or replaced"
+    readmit = "rejoin a job that excluded this host because of a failed GPU that has since been reset or replaced"
     add("--readmit", action="store_true", help=readmit)
-    lease = "the others continue without a node that is silent for this long (default: 1.5s)"
+    lease = "the other nodes continue without a node that is silent for this long (default: 1.5s)"
     add("--lease-ttl", metavar="TIME", type=duration(), default=1.5, help=lease)
     add(
         "--hang-after",
@@ -77,12 +77,12 @@ def _add_options(parser: CommandParser) -> None:
         type=duration(),
         default=300.0,
         help="workers that stop reporting steps for this long or 20 typical steps, whichever is longer, print their "
-        "stacks and are restarted; those visibly working get ten times as long, and those that say they are busy "
-        "(Checkpointer.evaluate, busy) as long as they say (default: 5m)",
+        "stacks and are restarted. Workers that are visibly working get ten times as long, and workers that declare "
+        "themselves busy (Checkpointer.evaluate, busy) get as long as they declare (default: 5m)",
     )
     grace = (
-        "a node asked to leave passes the signal on to its workers, once they have saved (if they save at all), and "
-        "kills those still running after this long (default: 30s, like torchrun)"
+        "a node that is asked to leave passes the signal on to its workers once they have saved (if they save at all), "
+        "and kills workers that are still running after this long (default: 30s, like torchrun)"
     )
     add("--grace-period", metavar="TIME", type=duration(), default=30.0, help=grace)
     add(
@@ -95,8 +95,8 @@ def _add_options(parser: CommandParser) -> None:
     rounds = "time for each of the two rounds of the node check (default: 60s)"
     add("--node-check-timeout", metavar="TIME", type=duration(), default=60.0, help=rounds)
     framework = (
-        "what the script trains with; with paddle, workers get the variables that paddle.distributed.launch sets "
-        "(default: torch)"
+        "framework that the script trains with; with paddle, workers get the variables that paddle.distributed.launch "
+        "sets (default: torch)"
     )
     add("--framework", choices=["torch", "paddle"], default="torch", help=framework)
     add(
@@ -118,7 +118,7 @@ def _add_options(parser: CommandParser) -> None:
 
 
 class _RunParser(CommandParser):
-    """Reports a missing script, and what replaces an option that EDL no longer has."""
+    """Reports a missing script. For an option that EDL no longer has, says what replaces the option."""
 
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
@@ -167,7 +167,10 @@ _FROM_SLURM = ("nnodes", "nproc_per_node", "rdzv_id")
 
 
 def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Namespace:
-    """Parse a command line. A Slurm step supplies what neither options nor torchrun's variables (`PET_NNODES`) set."""
+    """Parse a command line.
+
+    A Slurm step supplies values that are set neither by options nor by torchrun's variables (such as `PET_NNODES`).
+    """
     options = parser()
     parsed: argparse.Namespace
     if step is None:

@@ -1,4 +1,4 @@
-"""The store of a job whose nodes meet at HOST:PORT: the agent on HOST serves it, and other agents wait for it."""
+"""Opens the store of a job whose nodes meet at HOST:PORT. The agent on HOST serves it; other agents wait for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def served_store(
     Raises:
         SettingsError: Another program answers at the endpoint, TLS or tokens do not match, or this host cannot serve
             the store.
-        DiscoveryError: Nothing answered in time.
+        DiscoveryError: Nothing answers in time.
     """
     with contextlib.ExitStack() as stack:
         rendezvous = _Serving(endpoint, store_credentials(credentials))
@@ -49,7 +49,10 @@ def served_store(
 
 
 def keep_for_later(store: Store, job: str, wanted: bool) -> None:
-    """Record whether this host has a state of the job that is not in storage. If so, the store's file is kept."""
+    """Record whether this host has a state of the job that is not in storage.
+
+    If this host has such a state, the store's file is kept.
+    """
     key = f"{KEPT}{job}/{socket.gethostname()}"
     with contextlib.suppress(DiscoveryError):
         if wanted:
@@ -59,7 +62,7 @@ def keep_for_later(store: Store, job: str, wanted: bool) -> None:
 
 
 class _Serving:
-    """This process's part in serving the store: none unless the endpoint is on its host."""
+    """Serves the store from this process if the endpoint is on this host."""
 
     def __init__(self, endpoint: RendezvousEndpoint, credentials: Credentials) -> None:
         self._endpoint = endpoint

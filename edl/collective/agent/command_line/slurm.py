@@ -1,10 +1,10 @@
-"""What Slurm says about the step that runs `srun edl run` as its task (a node for EDL), and the resulting defaults.
+"""Reads what Slurm says about a step whose tasks run `edl run` (each task is a node for EDL), and derives defaults.
 
-A task may be a script that calls `edl run` several times. If the default name were only the step's name, the second
-call would find a job that has ended. So calls that end their job are counted in a file in the host's memory, and the
-count becomes part of the default name. The file is locked while an agent runs, because other tasks could not tell two
-simultaneous agents apart. If a job's last state was not stored, the next call with the same command retries that job. A
-call with another command begins the next job.
+A task may be a script that calls `edl run` several times. If the job's default name were only the step's name, the
+second call would find a job that has ended. So calls that end their job are counted in a file in the host's memory, and
+the count becomes part of the default name. The file is locked while an agent runs, because other tasks could not tell
+two simultaneous agents apart. If a job's last state was not stored, the next call with the same command retries that
+job. A call with another command begins the next job.
 """
 
 from __future__ import annotations
@@ -96,12 +96,18 @@ class SlurmStep:
 
     @property
     def is_first_host(self) -> bool:
-        """Whether this task is on `first_host`, the first host by name. In `srun A : B`, host 0 is A's first host."""
+        """Whether this task is on `first_host`, which is the first host by name.
+
+        In `srun A : B`, that host need not be host 0, which is A's first host.
+        """
         return self.host_name == self.first_host if self.host_name else self.host == 0
 
     @property
     def rendezvous_port(self) -> int:
-        """The port where tasks meet, below outgoing ports (32768). It differs per run: a slow task may still serve."""
+        """The port where tasks meet, below the range of outgoing ports (from 32768).
+
+        Each run has a different port, because a slow task may still serve the previous run.
+        """
         return 29400 + (self.job + self.step + 1000 * self.run) % 3000
 
     @property
@@ -147,7 +153,7 @@ def _tasks_on(environ: Mapping[str, str], host: int) -> int:
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> int | None:
-    """Return how many devices Slurm lets this task see; the variable depends on the GPU's vendor."""
+    """Return how many devices Slurm lets this task see. Which variable says so depends on the GPU's vendor."""
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environ:
             return sum(1 for device in environ[name].split(",") if device.strip() not in ("", "NoDevFiles", "-1"))
@@ -163,7 +169,7 @@ _RECORD_NBYTES: Final = 64  # of a task's file: a number, and a digest of 16 dig
 
 
 class TaskRuns:
-    """The earlier runs of this task and, from `__enter__` on, the current run, whose digest is `command`."""
+    """The earlier runs of this task and, after `__enter__`, the current run. `command` is the current run's digest."""
 
     def __init__(self, step: SlurmStep, command: str, folder: Path | None = None) -> None:
         self._folder = _default_folder() if folder is None else folder
@@ -192,7 +198,10 @@ class TaskRuns:
         return self
 
     def count(self, *, stored: bool = True) -> None:
-        """Count this run's job, which has ended. If not `stored`, the next run with this command retries that job."""
+        """Count this run's job as ended.
+
+        If the job's state is not `stored`, the next run with this command retries the job.
+        """
         if stored:
             self._write(self.ended + 1)
         else:
@@ -221,7 +230,10 @@ class TaskRuns:
 
 
 def _lock(file: int) -> bool:
-    """Lock a file until it is closed; False if another process holds the lock. Forks would keep a flock locked."""
+    """Lock a file until it is closed. Returns False if another process holds the lock.
+
+    The lock is not a `flock`, which forks would keep locked.
+    """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

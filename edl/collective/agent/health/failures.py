@@ -1,4 +1,4 @@
-"""Why workers ended, and what to do: an error in the script, a machine's fault, or lost contact with another rank.
+"""Decides why workers ended and what to do: an error in the script, a machine's fault, or lost contact with a rank.
 
 CUDA's reference says what causes each error (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html).
 "device-side assert triggered" and "out of memory" are missing here on purpose: they are errors of the script.
@@ -146,14 +146,15 @@ def decide_recovery(
     missing: bool = False,
     trained: bool = False,
 ) -> RecoveryDecision | None:
-    """Decide what to do about a generation's failures on a node, given in the order in which they were seen.
+    """Decide what to do about a generation's failures on a node. `failures` are in the order in which they were seen.
 
     The first failure was seen `waited_s` seconds ago, and the world has not changed since. An exception counts as the
-    script's own error after `error_grace_s` seconds. An exit code without a traceback counts after `contact_timeout_s`
-    seconds, during which a lost node's lease expires. If ranks only lost contact, the decision follows `error_grace_s`
-    seconds after that. On the ranks `ended`, the script has ended with exit code 0; other ranks lose contact with them,
-    as with the ranks of a `missing` node. A script that asks for too many GPUs fails before it has `trained`. Returns
-    None while the cause may still become known on another node.
+    script's own error after `error_grace_s` seconds. An exit code without a traceback counts as such an error after
+    `contact_timeout_s` seconds, during which a lost node's lease expires. If ranks only lost contact, the decision
+    follows `error_grace_s` seconds after that. On the ranks in `ended`, the script has ended with exit code 0. Other
+    ranks lose contact with these ranks, as they do with the ranks of a missing node; `missing` says whether a node is
+    missing. `trained` says whether the workers have trained: a script that asks for too many GPUs fails before that.
+    Returns None while the cause may still become known on another node.
     """
     missing_gpu_means = ExitCause.UNCLEAR if trained else ExitCause.ERROR
     causes = [missing_gpu_means if failure.cause is ExitCause.MISSING else failure.cause for failure in failures]
@@ -195,13 +196,15 @@ def decide_recovery(
         if (
             ended and not missing and all(failure.status > 0 for failure in failures)
         ):  # after a signal, it may have been its own code
-            what += f", perhaps because the script had already ended on {_ranks(ended)}: all must make the same steps"
+            what += (
+                f", perhaps because the script had already ended on {_ranks(ended)}: all ranks must make the same steps"
+            )
         return RecoveryDecision(restart=what, traceback=first.text, rank=first.rank, cause=ExitCause.PEER_LOST)
     return None
 
 
 def _last_line(text: str) -> str:
-    """Return the last line of a traceback, which is the exception if its message has one line."""
+    """Return the last line of a traceback, which is the exception if the exception's message has one line."""
     return text.rstrip().rpartition("\n")[2].strip()
 
 
@@ -230,14 +233,14 @@ _FRUITFUL_S: Final = 60.0  # in which workers made progress, as far as can be to
 HANGING = "the workers hang"  # beginning of a restart's reason that makes every node log its workers' stacks
 
 _REGULAR: Final = (
-    "they do so {}, and a restart does not help: if the script does something long there, such as an evaluation, "
-    "it was interrupted. Put it into Checkpointer.busy() or evaluate(), or choose a longer --hang-after"
+    "they do so {}, and a restart does not help: if the script does long work there, such as an evaluation, "
+    "that work was interrupted. Put it into Checkpointer.busy() or evaluate(), or choose a longer --hang-after"
 )
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a node's workers got."""
+    """The progress of a node's workers."""
 
     step: int  # the last step that any of them finished; -1 if they report none
     made: int = 0  # number of steps that all of them made since the node joined; a repeated step counts again
@@ -335,12 +338,12 @@ class GenerationOutcome:
         self._oom_kills = cgroups.read_oom_kills()
 
     def record_exit(self, rank: int, status: int, description: str, error_file: Path) -> None:
-        """Record that a worker ended. `status` is its exit code, or the killing signal's number with a minus sign."""
+        """Record that a worker ended. `status` is its exit code, or minus the number of the signal that killed it."""
         if status == 0:
             self._ended_well.add(rank)
             return
         if status == -signal.SIGKILL and self._count_oom_kills():
-            description += ": there was too little memory, according to its cgroup"
+            description += ": there was too little memory, according to the cgroup"
         failure = WorkerFailure(rank, status, read_error_file(error_file), description)
         # When the process killed was one that loads data for a worker, the worker's own error only says so.
         by_kill = status == -signal.SIGKILL or (status > 0 and failure.cause is ExitCause.KILLED)
@@ -374,7 +377,7 @@ class GenerationOutcome:
         progress: Progress,
         known_at: float = math.inf,
     ) -> RecoveryDecision | None:
-        """Decide what follows from the failures; None if nothing has failed, or while the cause is not clear.
+        """Decide what follows from the failures. Returns None if nothing has failed, or while the cause is unclear.
 
         `known_at` is the time at which `missing` and `others_ended` were read. A machine that has been paused since
         then does not know which leases have expired.

@@ -1,14 +1,14 @@
 """Decides how long a worker may go without progress, and finds the worker that hangs on a node.
 
-A hang is an absence of steps, so a worker that has never reported a step is left alone. No steps finish during an
-evaluation either. Any of three things distinguishes an evaluation from a hang: the script declares the evaluation, with
-a limit (phase BUSY); the kernel's counters show that the worker's process works, which gives the worker a longer limit;
-or another rank of the job works, and this rank waits for that rank.
+A hang is an absence of steps, so a worker that has never reported a step is not watched. No steps finish during an
+evaluation either. Three things can distinguish an evaluation from a hang. The script may declare the evaluation, with a
+limit (phase BUSY). The kernel's counters may show that the worker's process works, which gives the worker a longer
+limit. Or another rank of the job works, and this rank waits for that rank.
 
-A worker that waits in a collective sleeps (gloo), or one of its threads polls memory (any wait for an NCCL kernel; MPI)
-and uses a whole core. But a polling thread makes no system calls, while a thread that computes asks the kernel for
-memory and batches. So if a process uses a GPU or MPI, only the CPU time of threads that also make system calls counts
-as work. Bytes read or written and the resources used by child processes count as well.
+When a worker waits in a collective, either it sleeps (gloo), or one of its threads polls memory and uses a whole core
+(MPI, and any wait for an NCCL kernel). But a polling thread makes no system calls, while a thread that computes asks
+the kernel for memory and batches. So if a process uses a GPU or MPI, only the CPU time of threads that also make system
+calls counts as work. Bytes read or written and the resources used by child processes count as well.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ProcessUsage:
 
 
 def read_usage(pid: int) -> ProcessUsage:
-    """Measure a process and its descendants. Leaves out processes that have ended or may not be inspected."""
+    """Measure a process and its descendants. Ignores processes that have ended or that this process may not inspect."""
     mapped = _read_text(Path(f"/proc/{pid}/maps"))
     usage = ProcessUsage(time.monotonic(), may_spin=any(name in mapped for name in _SPINNING))
     for process in _with_descendants(pid):
@@ -88,7 +88,7 @@ def is_active(before: ProcessUsage, after: ProcessUsage) -> bool:
 
 
 class ActivityMonitor:
-    """Remembers when processes were last seen to work. Measures only processes that callers ask about."""
+    """Remembers when processes were last seen working. Measures only processes that callers ask about."""
 
     def __init__(self, read: Callable[[int], ProcessUsage] = read_usage) -> None:
         self._read = read
@@ -96,7 +96,7 @@ class ActivityMonitor:
         self._active_at: dict[int, float] = {}
 
     def last_active(self, pid: int, limit_s: float, now_s: float) -> float | None:
-        """Return when a process was last seen to work (`time.monotonic()`), or None. `limit_s` is the time allowed."""
+        """Return when a process was last seen working (`time.monotonic()`), or None. `limit_s` is its hang limit."""
         every_s = min(max(limit_s / 2 / _SAMPLES, _SHORTEST_S), _LONGEST_S)
         before = self._usages.get(pid)
         if before is None or now_s - before.at_s >= every_s:
@@ -183,7 +183,7 @@ class HangLimits:
 
 @dataclass(frozen=True)
 class ProgressLimit:
-    """How long a worker has gone without progress, and how long it is allowed to."""
+    """How long a worker has gone without progress, and how long it may go without progress."""
 
     since_s: float  # when it last made progress (`time.monotonic()`)
     limit_s: float  # seconds after which a worker that does not work counts as hung
@@ -197,7 +197,7 @@ class ProgressLimit:
 
 
 def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
-    """Return a worker's limit; None if it is not watched. Steps from before `forked_s` are another worker's steps."""
+    """Return a worker's limit, or None if the worker is not watched. Steps before `forked_s` are another worker's."""
     if status.phase in (Phase.PAUSE, Phase.EXIT):
         return None  # these wait for others, and have their own limits
     if status.phase is Phase.BUSY:
@@ -229,7 +229,10 @@ def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bo
 def describe_hang(
     found: ProgressLimit, now_s: float, limits: HangLimits, active_s: float | None = None, awaited_s: float = 0.0
 ) -> str | None:
-    """Return why a worker counts as hung, or None. It last worked at `active_s`, and another rank at `awaited_s`."""
+    """Return why a worker counts as hung, or None if it does not.
+
+    `active_s` is when the worker was last seen working, and `awaited_s` is when another rank was last seen working.
+    """
     limit_s = found.limit_s
     since_s = found.since_s
     seen = ""

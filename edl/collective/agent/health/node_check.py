@@ -4,7 +4,7 @@ Each check has its own key prefix. The first node writes `ROUND/groups` (which n
 (the result) under the prefix. Also under the prefix are `ROUND/meet/NODE` (where the first node of a group waits for
 its partners) and `ROUND/result/NODE`. Under `jobs/JOB/check/` are `waiting/NODE`, which is under a lease, and
 `lists/NUMBER`, which lists the nodes of a check. A node that arrives later is in a later list. If it is alone in that
-list, only its own computing is tested.
+list, only its own computation is tested.
 
 Nodes compute alone and then reduce in pairs. They do this twice, with different partners, as in DLRover's node check.
 If a pair fails, at least one of its nodes is faulty. The second round pairs every suspect with a node that passed.
@@ -40,7 +40,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class CheckRoundResult(Record):
-    """The findings of a node in one round."""
+    """A node's findings in one round."""
 
     device: str = "cpu"  # "cpu" or "cuda"; times are compared only among nodes with the same device
     compute_s: float | None = None  # seconds for the fixed work; None if it failed
@@ -70,7 +70,7 @@ def first_groups(nodes: Sequence[str]) -> Groups:
 
 
 def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
-    """Pair suspects, whose group failed or was slow, with passing nodes; silent nodes without a partner work alone."""
+    """Pair suspects (their group failed or was slow) with passing nodes. Silent nodes without a partner work alone."""
     slow = _slow([first], factor)
     bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
     silent = [node for node in nodes if node not in first]
@@ -153,7 +153,7 @@ class NodeCheckSettings:
 
 @dataclass(frozen=True)
 class _OwnNode:
-    """This node in a check, whose keys begin with `prefix`."""
+    """This node in a check. The check's keys begin with `prefix`."""
 
     store: Store
     prefix: str
@@ -228,7 +228,7 @@ def _run_probe(own: _OwnNode, meet_key: str, group: Sequence[str], deadline: flo
 
 
 def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> tuple[str, int] | None:
-    """Wait for the value at a key; None if it was not written within half of the time that is left."""
+    """Wait for the address at a key. Returns None if none is written within half of the remaining time."""
     until = time.monotonic() + (deadline - time.monotonic()) / 2
     while (entry := own.store.get(key)) is None:
         if time.monotonic() > until:
@@ -275,7 +275,7 @@ _LEASE_S: Final = (
 def check_before_joining(
     store: Store, job: str, node: str, host: str, quiet_s: float, settings: NodeCheckSettings
 ) -> NodeCheckResult:
-    """Wait for other nodes that want to be checked, then check all. Returns the same result on every node."""
+    """Wait for other nodes that request a check, then check all. Returns the same result on every node."""
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:
         store.put(f"{folder}waiting/{node}", b"", lease)

@@ -1,4 +1,4 @@
-"""A node's work in one round of the node check, in a separate process because that work hangs on some faulty nodes.
+"""Does a node's work in one round of the node check, in a separate process because the work may hang on a faulty node.
 
 The process receives its task as JSON in the first argument, and prints JSON lines. A broken device need not raise an
 error: it may compute wrong results. The test numbers are small integers, so float32 represents their sums exactly in
@@ -68,13 +68,13 @@ def check_copies(devices: Sequence[torch.device]) -> None:
 
 
 def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
-    """Return the number of GPUs that every rank has, and so of NCCL all-reduces to make; 0 without NCCL."""
+    """Return how many GPUs every rank has, which is how many NCCL all-reduces to run; 0 without NCCL."""
     store.set(f"gpus/{rank}", str(mine if dist.is_nccl_available() else 0))
     return min(int(store.get(f"gpus/{other}")) for other in range(world_size))
 
 
 def check_sum(store: Store, rank: int, world_size: int, devices: Sequence[torch.device], timeout_s: float) -> float:
-    """Sum over all ranks, once per device, in a process group each. Returns the slowest device's seconds."""
+    """Run one all-reduce per device, each in its own process group. Returns the slowest device's seconds."""
     times, timeout = [], timedelta(seconds=timeout_s)
     for number, device in enumerate(devices or [torch.device("cpu")]):
         if device.type == "cuda":
@@ -121,7 +121,7 @@ def _best(work: Callable[[], object], check: Callable[[], object], device: torch
 
 
 def main(task: dict[str, Any]) -> None:
-    """Compute on all devices and report it; then meet the partners, reduce, and report that."""
+    """Compute on all devices and report the results. Then meet the partners, run the all-reduces, and report again."""
     devices = find_devices()
     compute_s = max(check_products(device) for device in devices)
     check_copies(devices)

@@ -1,8 +1,8 @@
 """Connections between agents, through which an agent learns at once that another agent's process is gone.
 
-A lease reports a death only after it has expired, because silence may also be a slow network. If a host's kernel
-refuses a connection to the port on which its agent listened, the death is certain: the process died, but the host is
-alive. Vanished hosts, stopped agents and network failures are detected when the lease expires.
+A lease shows a death only when it expires, because silence may also mean a slow network. If a host's kernel refuses a
+connection to the port on which its agent listened, the death is certain: the process died, but the host is alive.
+Vanished hosts, stopped agents and network failures are detected when the lease expires.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3} 
 
 
 def choose_peers(world: World, position: int) -> dict[str, Address]:
-    """Choose the agents that a node's agent connects to: at most eight, those of the next members in the ring."""
+    """Choose the agents that a node's agent connects to: the agents of the next members in the ring, at most eight."""
     around = [*world.nodes[position + 1 :], *world.nodes[:position]][:_MAX_PEERS]
     return {member.id: (member.addr, member.tether_port) for member in around if member.tether_port}
 
 
 class PeerConnections:
-    """Connections from this agent to other agents, and from them to this agent, in a separate event loop.
+    """Connections between this agent and other agents, in both directions, in a separate event loop.
 
     The event loop's thread calls `on_gone` with the id of a node whose agent is certainly gone. Without `tls`, any name
-    that the other side sends is believed.
+    that the other side sends is accepted.
     """
 
     def __init__(self, name: str, on_gone: Callable[[str], object], tls: PeerTLS | None = None) -> None:
@@ -125,7 +125,7 @@ class PeerConnections:
                 transport.abort()
 
     async def _watch(self, node: str, address: Address) -> None:
-        """Stay connected to an agent. Calls `on_gone` once the port where it sent its name refuses connections."""
+        """Stay connected to an agent. Calls `on_gone` once the port from which it sent its name refuses connections."""
         proven = False  # a refusal from any other address means nothing
         refusals = 0
         while refusals < _REFUSALS:

@@ -1,1 +1,1 @@
-"""The processes of a node's workers: how they are forked once torch is imported, their output, stacks and exits."""
+"""Runs the processes of a node's workers: forks them once torch is imported, handles their output, stacks and exits."""

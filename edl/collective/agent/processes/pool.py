@@ -1,4 +1,4 @@
-"""A node's workers as its agent sees them: forked by a zygote, watched, and killed.
+"""Has a zygote fork a node's workers, watches the workers, and kills them.
 
 CUDA frees a context's memory when the last process that has the device's file open has ended; this includes children
 that inherited the open file.
@@ -37,7 +37,7 @@ _RELEASE_POLL_S: Final = 0.005  # between two checks of processes about to end, 
 
 
 def find_holders(groups: Collection[int]) -> dict[int, str]:
-    """Return processes in `groups` that have a GPU open, as start times in ticks by pid; no such pair recurs."""
+    """Return the start times, in ticks, of processes in `groups` that have a GPU open, by pid; no such pair recurs."""
     if not groups or not any(map(glob.glob, GPU_DEVICES)):
         return {}
     found = {}
@@ -76,7 +76,7 @@ def _lives(pid: int, began: str) -> bool:
 
 
 def read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    """Return the fields of /proc/PID/stat, starting with the process state; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -92,7 +92,7 @@ _ATTEMPTS: Final = 4  # to import ahead of time, each without the modules found 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker. The status is an exit code, or the negative number of the signal that killed the worker."""
+    """Reports that a worker ended. Its status is an exit code, or minus the number of the signal that killed it."""
 
     generation: int
     local_rank: int
@@ -109,7 +109,7 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class ZygoteLost:
-    """The end of the process that forks workers, and with it of all workers."""
+    """Reports that the process that forks workers has ended. All workers end with that process."""
 
 
 class WorkerProcesses:
@@ -212,7 +212,7 @@ class WorkerProcesses:
                 raise EDLError("the process that forks workers has died, or does not answer")
 
     def replace_workers(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
-        """Kill the workers and fork new ones, at once unless GPU memory must be released first."""
+        """Kill the workers and fork new workers, at once unless GPU memory must be released first."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             holders = find_holders(self._ended.union(self._running))
@@ -226,7 +226,7 @@ class WorkerProcesses:
         self._reap(timeout_s, spared_generation=generation)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the workers only. Unlike torchrun, spare their children: a last save may need loaders."""
+        """Send a signal to the workers but, unlike torchrun, not to their children: a last save may need loaders."""
         with self._lock:
             for pid in self._running:
                 with contextlib.suppress(ProcessLookupError):
@@ -320,7 +320,7 @@ class WorkerProcesses:
 
 
 def _kill(pid: int) -> None:
-    """Kill a worker or the zygote with its process group, or alone as long as the process has no own group."""
+    """Kill a worker or the zygote, together with its process group if it already has a group of its own."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -2,15 +2,15 @@
 
 Some modules must be imported by every worker itself. Such a module starts a thread or a pool of OpenMP threads (a fork
 does not have these threads, and would wait for them forever), opens a connection, uses CUDA, or reads its rank from the
-environment. Whether a module does this is known only after it has been imported. So the code here imports the module
-and checks the process, partly with a test fork. If the module is unfit, the process is discarded, and another one
-starts without that module. What native code does, or what a module does after its import, is not detected.
+environment. Whether a module does any of this is known only after it has been imported. So the code here imports the
+module and checks the process, partly with a test fork. If the module is unfit, the process is discarded, and another
+one starts without that module. What native code does, or what a module does after its import, is not detected.
 
-A module may be imported ahead of time only if that changes nothing. So imports after the first statement that may
-change what an import does (it may set an environment variable or `sys.path`) are left to the worker. Of the imports
-before that statement, those that the program certainly makes from site-packages happen ahead of time. The program's own
-modules are only read, not imported: they may change between two starts, and often draw random numbers or check their
-rank.
+A module may be imported ahead of time only if that changes nothing. A statement may change what an import does if it
+sets an environment variable or `sys.path`, for example. Imports after the first such statement are left to the worker.
+Imports before that statement happen ahead of time if the program certainly makes them, and makes them from
+site-packages. The program's own modules are only read, not imported: they may change between two starts, and often draw
+random numbers or check their rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HARMLESS_MODULES: Final = {
     "pathlib", "platform", "re", "string", "textwrap", "time", "typing", "uuid", "warnings",
 }  # fmt: skip
 """Modules whose functions never change what a later import does. `logging` and `random` are not among them, because
-some packages, when imported, check whether the root logger has handlers or draw a random number."""
+some packages draw a random number when imported, or check whether the root logger has handlers."""
 _HARMLESS_CALLS: Final = {
     "logging.getLogger", "os.cpu_count", "os.environ.get", "os.getcwd", "os.getenv", "os.getpid", "os.makedirs",
     "socket.gethostname",
@@ -145,7 +145,7 @@ class _Scan:
         )
 
     def variables(self) -> frozenset[str]:
-        """Collect all strings that may name an environment variable from the files that were read."""
+        """Return all strings in the files read so far that may name an environment variable."""
         nodes = (node for tree in self._trees for node in ast.walk(tree))
         strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         return frozenset(filter(_VARIABLE.fullmatch, strings))
@@ -214,7 +214,7 @@ class _Scan:
 
 
 def _is_loaded(root: str, path: Path) -> bool:
-    """Return whether this process imported `root` from `path`, as it did EDL if that folder is in PYTHONPATH."""
+    """Return whether this process imported `root` from `path`, as for EDL if that folder is in PYTHONPATH."""
     loaded = getattr(sys.modules.get(root), "__file__", None)
     return loaded is not None and Path(loaded).resolve() == path.resolve()
 
@@ -320,14 +320,14 @@ _UNKNOWN: Final = 3  # exit code of the test fork if the test itself failed; any
 
 @dataclass
 class PreloadResult:
-    """Which modules workers cannot get from a fork, and which could not be imported."""
+    """The modules that workers cannot inherit in a fork, and the modules that could not be imported."""
 
     unfit: dict[str, str] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
 
 def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]) -> PreloadResult:
-    """Import pairs of module and name in it (or ""), except `without`, and find modules that a fork cannot have."""
+    """Import pairs (module, name in the module or ""), except `without`, and find modules that a fork cannot use."""
     done = PreloadResult()
     for module, name in dict.fromkeys(modules):
         root = module.split(".")[0]
@@ -364,7 +364,7 @@ def find_fork_hazard() -> str:
 
 
 def _is_cuda_poisoned() -> bool:
-    """Return whether this process cannot use CUDA because its parent used the driver, as by `is_available`."""
+    """Return whether this process cannot use CUDA because its parent used the driver, for example in `is_available`."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -409,7 +409,10 @@ class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
 
 @contextmanager
 def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
-    """Collect the variables looked up in `os.environ` in the block. Swaps its class, as modules hold the object."""
+    """Collect the variables in `names` that are looked up in `os.environ` in the block.
+
+    This replaces the class of `os.environ`, because modules already hold the object.
+    """
     looked_up: set[str] = set()
     plain = os.environ.__class__
     os.environ.__class__ = _WatchedEnviron
@@ -427,7 +430,10 @@ def _tasks() -> set[str]:
 
 
 def _has_new_threads(before: set[str]) -> bool:
-    """Return whether this process has threads not in `before`; OpenBLAS ends its own threads before a fork."""
+    """Return whether this process has threads that are not in `before`.
+
+    The threads are counted after a fork, because OpenBLAS ends its own threads before a fork.
+    """
     if not _tasks() - before:
         return False
     pid = os.fork()

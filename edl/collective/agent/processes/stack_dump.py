@@ -1,4 +1,4 @@
-"""Dumps a worker's stacks on request: the worker sets up a signal handler; its agent signals it and reads a file.
+"""Dumps a worker's stacks on request. The worker sets up a signal handler; the agent sends a signal and reads a file.
 
 `faulthandler` writes from within the signal handler, without the interpreter's lock, so a worker answers even if it
 hangs in native code or holds that lock. A stopped process (SIGSTOP) runs no handler, and a process in an
@@ -40,7 +40,10 @@ def arm_stack_dump(path: Path) -> None:
 
 
 def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> list[str]:
-    """Return the stacks of workers (pid, path of `arm_stack_dump`), or why there are none, after one shared timeout."""
+    """Return each worker's stacks, or why there are none. `timeout_s` covers all workers together.
+
+    A worker is given by its pid and the path that was passed to `arm_stack_dump`.
+    """
     deadline = time.monotonic() + timeout_s
     asked = [_ask(pid, path) for pid, path in workers]
     return [
@@ -54,7 +57,7 @@ def _ask(pid: int, path: Path) -> int | str:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         if not int(_field(status, "SigCgt"), 16) >> (_SIGNAL - 1) & 1:
-            return f"process {pid} has ended, or has not armed SIGUSR2 yet, which would then end it: it shows no stack"
+            return f"process {pid} has ended, or has no handler yet for SIGUSR2, which would end it: it shows no stack"
         size = path.stat().st_size if path.exists() else 0
         os.kill(pid, _SIGNAL)
     except (FileNotFoundError, ProcessLookupError):

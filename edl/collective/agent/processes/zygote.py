@@ -1,12 +1,12 @@
 """The zygote: the process that workers are forked from, which only imports torch and the user's modules.
 
 The agent and the zygote exchange JSON over a Unix socket (`SOCK_SEQPACKET`). The agent sends one `ProgramSpec`, then a
-`ForkRequest` for each worker. The zygote answers with `{"ready": true}` and what went wrong, then with `{"pid": ...}`
-for each fork and, when a worker has ended, `{"exited": pid, "status": wait status}`.
+`ForkRequest` for each worker. The zygote answers with `{"ready": true}` and the problems that occurred, then with
+`{"pid": ...}` for each fork and, when a worker has ended, with `{"exited": pid, "status": wait status}`.
 
-The zygote must not start threads, run a backward pass or use CUDA, because a fork would inherit their unusable remains.
-If the zygote dies, its workers die too. If the agent dies, the zygote kills the workers and their children, and ends. A
-fork runs its script or module as a new interpreter would (`run_main`).
+The zygote must not start threads, run a backward pass or use CUDA, because a fork would inherit them in an unusable
+state. If the zygote dies, its workers die too. If the agent dies, the zygote kills the workers and their children, and
+ends. A fork runs its script or module as a new interpreter would (`run_main`).
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _scan(program: ProgramSpec, folder: Path) -> preload.ProgramImports:
 
 
 def _import_framework(program: ProgramSpec, variables: frozenset[str]) -> dict[str, str]:
-    """Import the framework and what the first optimizer imports. Returns what workers must import themselves and why.
+    """Import the framework and what the first optimizer imports. Returns what workers must import themselves, and why.
 
     `variables` are environment variables that the program may set after it has imported the framework.
     """
@@ -251,7 +251,7 @@ def _import_framework(program: ProgramSpec, variables: frozenset[str]) -> dict[s
         with undo_side_effects(), preload.watched_environ(variables - _COMMON) as looked_up:
             torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
         if looked_up:  # some 200 variables take effect when torch._dynamo and torch._inductor are imported
-            return {_OPTIMIZER: f"reads {', '.join(sorted(looked_up))}, which the program may set before"}
+            return {_OPTIMIZER: f"reads {', '.join(sorted(looked_up))}, which the program may set before that"}
     return {}
 
 
@@ -353,7 +353,7 @@ def _seed_generators() -> None:
 
 
 def show_command_line(arguments: Sequence[str]) -> None:
-    """Make `ps` show new arguments by replacing the old ones' bytes (setproctitle(3)), unless the new are longer."""
+    """Make `ps` show new arguments by overwriting the old ones (setproctitle(3)), unless the new ones are longer."""
     before = Path("/proc/self/cmdline").read_bytes()
     begin = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[_ARG_START - 2])
     name, separator, rest = before.partition(b"\0")
@@ -386,12 +386,18 @@ _interrupted = False
 
 
 def arm_interruption() -> None:
-    """Make this process end by SIGINT if Ctrl-C ended its script. Exit functions registered later run earlier."""
+    """Make this process end by SIGINT if Ctrl-C ended its script.
+
+    Exit functions that are registered later run before that.
+    """
     atexit.register(_end_by_sigint)
 
 
 def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Run a `script` (file, folder or archive) or `module` as `__main__`. Raises SystemExit unless it succeeds."""
+    """Run a `script` (file, folder or archive) or a `module` as `__main__`.
+
+    Raises SystemExit unless the program succeeds.
+    """
     sys.argv = [target, *arguments]
     sys.orig_argv = [*sys.orig_argv[:1], *command_line(kind, target, arguments)]
     program = sys.modules["__main__"].__dict__

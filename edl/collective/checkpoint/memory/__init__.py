@@ -1,1 +1,1 @@
-"""States in shared memory that outlives the worker: slots, their writer and reader, and restoring from them."""
+"""Keeps states in shared memory that outlives the worker: slots, their writer and reader, and the restore."""

@@ -1,8 +1,8 @@
-"""Copying many tensors at once, as fast as memory allows, even on a machine whose cores are busy.
+"""Copies many tensors at once, as fast as memory allows, even on a machine whose cores are busy.
 
-Torch splits a copy evenly among its threads and waits for the slowest. If another process occupied a core, such a copy
-took four times as long as a copy by a single thread. Here, threads take small pieces one after another, and the calling
-thread helps.
+Torch splits a copy evenly among its threads and waits for the slowest thread. If another process occupied a core, such
+a copy took four times as long as a copy by a single thread. Here, threads take small pieces one after another, and the
+calling thread helps.
 
 Tensors on a GPU are copied through two pinned buffers, on a separate stream: while the GPU fills one, the CPU empties
 the other. The copies wait for work that is queued on the caller's stream, and the caller waits for the copies, so later
@@ -63,7 +63,11 @@ class PinnedStaging:
     def copy_tensors(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], write: Callable[[Sequence[CopyPiece]], object]
     ) -> None:
-        """Copy to CPU tensors, first in each pair, from GPUs. `write` copies pieces from a buffer, and waits."""
+        """Copy GPU tensors to CPU tensors.
+
+        Each pair is a CPU tensor and the GPU tensor to copy to it. `write` copies pieces from a buffer, and returns
+        when they are copied.
+        """
         for device in dict.fromkeys(source.device for _, source in pairs):
             self._copy_from(device, [pair for pair in pairs if pair[1].device == device], write)
 
@@ -136,11 +140,11 @@ def _empty_buffer(filled: _Filled, write: Callable[[Sequence[CopyPiece]], object
 
 
 def _pinned_buffer(nbytes: int) -> torch.Tensor:
-    """Return a buffer that the GPU can write to directly, or an ordinary buffer if the system refuses such a buffer."""
+    """Return a pinned buffer, which the GPU can write to directly, or an ordinary buffer if the system has none."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as exc:
-        logger.warning("no pinned memory for copies from the GPU (%s): they will be slower", exc)
+        logger.warning("no pinned memory for copies from the GPU (%s): these copies will be slower", exc)
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
@@ -149,9 +153,9 @@ _MOST_THREADS: Final = 4  # with more, memory bandwidth is used up
 
 
 class TensorCopier:
-    """Copies tensors to others of the same shapes and dtypes. Only one caller may use a copier at a time.
+    """Copies tensors to other tensors of the same shapes and dtypes. Only one caller may use a copier at a time.
 
-    `threads` includes the caller's; the default is this rank's share of the cores, at most 4.
+    `threads` includes the caller's thread; the default is this rank's share of the cores, at most 4.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -184,7 +188,7 @@ class TensorCopier:
         self._copy_pieces(pieces)
 
     def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
-        """Copy pieces. This thread and its helpers each take one at a time; it does not wait for a helper to begin."""
+        """Copy pieces. This thread and its helpers take one at a time. It waits only for helpers that have begun."""
         waiting = deque(part for piece in pieces for part in _cut_pieces(*piece))
 
         def work() -> None:

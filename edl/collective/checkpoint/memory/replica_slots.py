@@ -1,8 +1,8 @@
-"""Which states are kept for replicas on a node's peer, and where their files are. Both workers and agents use this.
+"""Keeps states for replicas on a node's peer, and names the files of these states. Workers and agents use this module.
 
 Replicas of a lost host's shards are useful only if all ranks' shards from the same step can be found. So about every 10
-s all ranks agree on a save whose state is *kept*, under a second name for its slot's file, until the next state is
-kept. The agent has that long to send the kept state to its peer. The kept states are therefore the same on all nodes,
+s, all ranks agree on a save whose state is *kept*: the slot's file has a second name until the next state is kept.
+Until then, the agent has time to send the kept state to its peer. The kept states are therefore the same on all nodes,
 and agents need not ask one another.
 
 ::
@@ -14,8 +14,8 @@ and agents need not ask one another.
     replicas/wanted       the agent's request to keep the next state
 
 The request identifies the newest state that was sent completely. If a worker has already kept a newer state, it does
-not agree to keep another. So on every node, the older of two kept states has a replica until the newer state has one.
-When all ranks agree to keep a third state, the first is removed before the third is written.
+not agree to keep another state. So on every node, the older of two kept states has a replica until the newer state has
+one. When all ranks agree to keep a third state, the first is removed before the third is written.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ class ReplicaFolder:
 
 
 class ReplicaSlots:
-    """A worker's states kept for replicas (`slots`; only read or invalidate these), and other nodes' replicas."""
+    """A worker's states that are kept for replicas, and other nodes' replicas.
+
+    Kept states are in `slots`. Only read or invalidate kept states.
+    """
 
     def __init__(self, slots: Path, folder: ReplicaFolder) -> None:
         self.slots = SlotPair(kept_prefix(slots))
@@ -130,7 +133,7 @@ class ReplicaSlots:
         os.link(saved.path, next(path for path in self._names if not path.exists()))
 
     def stop_keeping(self) -> bool:
-        """Stop keeping states because there is no room for them. Returns whether any state was kept."""
+        """Stop keeping states because there is no room for more. Returns whether any state was kept."""
         self._given_up = True
         held = [path for path in (*self._names, self._spare) if path.exists()]
         for path in held:
@@ -141,7 +144,10 @@ class ReplicaSlots:
         return self._folder.find_replicas()
 
     def drop_newer_than(self, version: StateVersion) -> None:
-        """Invalidate kept states newer than the state that the world resumed from, so that the next replaces them."""
+        """Invalidate kept states newer than the state that the world resumed from.
+
+        The next kept state then replaces them.
+        """
         found = self.slots.find_complete()
         older = [slot for slot in found if slot.header.version <= version]
         if older and len(older) < len(found):

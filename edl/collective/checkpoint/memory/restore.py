@@ -1,4 +1,4 @@
-"""Restoring from memory: ranks announce what their slots hold, and a rank that lacks the chosen state receives it.
+"""Restores from memory: ranks announce what their slots hold, and a rank that lacks the chosen state receives it.
 
 If a rank lacks a state, another rank's whole slot is copied into its slot; restoring is then local for all ranks. Only
 a sharded state that is restored into a world of another size is assembled from parts during the transfer. A part that
@@ -39,7 +39,7 @@ ShardHolders = Mapping[SlotHeader, Collection[int]]  # ranks that held the same 
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Plan for how a world of `len(sources)` ranks resumes."""
+    """How a world of `len(sources)` ranks resumes."""
 
     generation: int  # the state; `world` is the number of ranks that saved it
     step: int
@@ -66,9 +66,9 @@ def choose_state(
     that held the same shards; any of these ranks is a better source than a replica, because a replica's state must be
     compared with the state in storage.
 
-    `before` is the step after which the workers hung, or None if they did not. An earlier state is then preferred if
-    every rank of this world has its own part of that state, so that whatever the script did after step `before` is
-    repeated.
+    `before` is the step after which the workers hung, or None if they did not hang. If they hung, a state from before
+    that step is preferred if every rank of this world has its own part of that state. So whatever the script did after
+    step `before` is repeated.
     """
     held = _group_by_state(offers)
     size = len(offers)
@@ -97,10 +97,12 @@ def choose_state(
 def _newest_entire(
     newest: StateVersion, held: dict[StateVersion, dict[int, list[int]]], size: int
 ) -> tuple[StateVersion, dict[int, list[int]]]:
-    """Return the newest state of which all ranks have their own parts, or `newest` if none or if the size changed.
+    """Return the newest state of which all ranks have their own parts.
 
-    With `newest`, a rank that died before its save would get another rank's part, and its random numbers would start
-    over.
+    Returns `newest` if there is no such state, or if the size of the world has changed.
+
+    If `newest` were always used, a rank that died before its save would get another rank's part, and its random numbers
+    would start over.
     """
     for state in sorted(held, reverse=True):
         if state[2] == size == newest[2] == len(held[state]):
@@ -109,7 +111,7 @@ def _newest_entire(
 
 
 def _equal_parts(state: StateVersion, parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
-    """Return, for parts that no rank offers, an offered part with the same shards; several take turns."""
+    """For each part that no rank offers, return an offered part with the same shards. Several such parts take turns."""
     alike: dict[int, list[int]] = {}
     for header, equals in sorted(same.items()):
         if header.version == state and header.rank in parts:
@@ -131,8 +133,8 @@ def _group_by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion
 def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
     """Choose the source of each rank's part.
 
-    In order of preference, the source is: the rank's own slot with its own part; a rank that holds that part, if the
-    world has the same size; the rank's own slot with any part; the ranks that hold any part, in turn.
+    The source is the first of these that is possible: the rank's own slot with its own part; a rank that holds that
+    part, if the world has the same size; the rank's own slot with any part; the ranks that hold any part, in turn.
     """
     part_by_rank = {rank: part for part, givers in parts.items() for rank in givers}
     givers = sorted(part_by_rank)
@@ -210,7 +212,7 @@ def restore_from_memory(
     if hung is not None and plan.step >= hung:
         logger.warning(
             "the workers hung after step %d, and no earlier state is in memory: if the script did something there, "
-            "such as an evaluation without Checkpointer.evaluate(), it is skipped",
+            "such as an evaluation without Checkpointer.evaluate(), that is skipped",
             plan.step,
         )
     inherited = first > plan.generation
@@ -277,7 +279,10 @@ def _gather_offers(
 
 
 def _shard_holders(found: CompleteSlot, group: ranks.Group) -> list[int]:
-    """Return the ranks that held the same shards as a slot; [] in any but the default group, which renumbers ranks."""
+    """Return the ranks that held the same shards as a slot.
+
+    Returns [] unless `group` is the default group, because another group numbers its ranks differently.
+    """
     meta = found.read_metadata() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
 
@@ -318,7 +323,7 @@ def _load_slot(state: State, found: CompleteSlot, local: bool) -> None:
 
 
 def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group: ranks.Group) -> None:
-    """Copy slots to the ranks that lack them, one after another, in an order that all ranks know."""
+    """Copy slots to the ranks that lack them, one slot after another, in an order that all ranks know."""
     rank = ranks.rank_of(group)
     wanted = [(dst, src) for dst, src in enumerate(plan.sources) if dst != src]
     taking = plan.sources[rank] != rank

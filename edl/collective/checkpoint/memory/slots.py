@@ -153,7 +153,7 @@ class SlotCopy:
 
 @dataclass(frozen=True)
 class PinnedSlot(SlotCopy):
-    """A slot's contents in place, in a file that is not reused for another state while it has this second name."""
+    """A slot's contents, not copied. The slot's file is not reused for another state while it has this second name."""
 
     slot: CompleteSlot  # the slot, under its second name
 
@@ -233,7 +233,7 @@ def slot_nbytes(prefix: Path) -> int:
 
 
 def read_slot(path: Path) -> CompleteSlot | None:
-    """Return the slot in a file, or None if the file is missing or the slot not complete."""
+    """Return the slot in a file, or None if the file is missing or the slot is not complete."""
     try:
         with path.open("rb", buffering=0) as file:
             page = file.read(HEADER_NBYTES)
@@ -365,7 +365,10 @@ class SlotPair:
             path.unlink(missing_ok=True)
 
     def keep_only_slot(self, kept: CompleteSlot) -> None:
-        """Invalidate a newer state in the other slot: the world resumed from `kept`, which the next save must spare."""
+        """Invalidate a newer state in the other slot, so that the next save overwrites it instead of `kept`.
+
+        `kept` is the state from which the world resumed.
+        """
         other = self._paths[1 - self._paths.index(kept.path)]
         found = read_slot(other)
         if found is not None and found.sequence > kept.sequence:
@@ -455,7 +458,10 @@ def new_private_prefix() -> Path:
 
 
 def lock_private_slots(owner: object, prefix: Path) -> Callable[[], object]:
-    """Lock `prefix`.lock. Calling the result, collecting `owner` or exiting removes the slots and the lock."""
+    """Lock `prefix`.lock. Returns a function that removes the slots and the lock.
+
+    The function is also called when `owner` is collected, and at exit.
+    """
     return weakref.finalize(owner, _remove_slots, slot_files(prefix), *_open_lock(prefix), os.getpid())
 
 

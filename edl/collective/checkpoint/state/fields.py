@@ -1,4 +1,4 @@
-"""Saving and restoring the fields of a `State`: modules, optimizers, objects with a state, plain values.
+"""Saves and restores the fields of a `State`: modules, optimizers, objects with a state, plain values.
 
 Modules are saved without their wrappers (`DistributedDataParallel`, `torch.compile`). An optimizer's state is saved by
 the names of parameters instead of their numbers. So a state saved with one wrapping can be loaded with another.
@@ -20,7 +20,7 @@ from edl.errors import SettingsError
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """Return a module and the modules that it wraps, from the outside in. The last is the one the user wrote."""
+    """Return a module and the modules that it wraps, from the outside in. The last is the user's own module."""
     found = [module]
     while True:
         outer = found[-1]
@@ -117,7 +117,10 @@ def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tens
 
 
 def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:
-    """Return the parameters whose sharding the optimizer's state shares, by that state's keys minus their last part."""
+    """Return the parameters of an optimizer, whose state is sharded like its parameters.
+
+    The keys are those of the optimizer's state, such as `optimizer.state.NAME.exp_avg`, without their last part.
+    """
     if not isinstance(value, torch.optim.Optimizer):
         return {}
     return {f"{field}.state.{name}": parameter for name, parameter in _parameters(value, names)}
@@ -188,7 +191,7 @@ def _same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _parameters(optimizer: torch.optim.Optimizer, names: Names) -> list[tuple[Any, torch.Tensor]]:
-    """Return the optimizer's parameters by name, in numerical order; parameters without a name, by number."""
+    """Return the optimizer's parameters in numerical order, each with its name or, if it has none, its number."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [(names.get(id(parameter), number), parameter) for number, parameter in enumerate(parameters)]
 
@@ -230,7 +233,7 @@ def _load_optimizer(field: str, optimizer: torch.optim.Optimizer, form: Any, nam
 
 
 def _keep_types(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Restore the saved dtypes of an optimizer's state, which torch casts to the parameter's dtype, bit for bit."""
+    """Restore an optimizer's state bit for bit in its saved dtypes; torch casts it to the parameter's dtype."""
     for key, tensor in saved.items():
         if isinstance(tensor, torch.Tensor) and loaded[key].dtype != tensor.dtype:
             loaded[key] = tensor.to(loaded[key].device)

@@ -1,6 +1,6 @@
-"""What a resumed epoch needs to stay the same: random numbers, and positions of torchdata's `StatefulDataLoader`.
+"""Saves what keeps a resumed epoch the same: random numbers, and positions of torchdata's `StatefulDataLoader`.
 
-A loader's own `state_dict` does not cover some cases (0.11):
+A loader's own `state_dict` does not cover some cases (torchdata 0.11):
 
 - Iterating over a loader draws a seed. A resumed epoch draws another seed, so random numbers are restored after that
   draw.
@@ -11,9 +11,9 @@ A loader's own `state_dict` does not cover some cases (0.11):
   reports a wrong state if it is asked for its state before it has read anything.
 
   So torchdata iterates over a `_Source`, which reports the restored state until something is read after a restart. A
-  source that has ended is not read again. Instead, its position is loaded into the object, and reading one sample is
-  tried. If the object is at its end, there is no sample, and the attempt clears the position. If the object starts over
-  at its end, there is a sample, and the position, which is the next epoch's beginning, is loaded once more.
+  source that has ended is not read again. Instead, its position is loaded into the object, and `_Source` tries to read
+  one sample. If the object is at its end, there is no sample, and the attempt clears the position. If the object starts
+  over at its end, there is a sample, and the position, which is the next epoch's beginning, is loaded once more.
 """
 
 from __future__ import annotations
@@ -177,7 +177,10 @@ class _IteratorMaker:
 
 
 class _WorkerInit:
-    """The first function that a worker process runs: shows the script its own dataset and calls its own function."""
+    """The first function that a worker process runs.
+
+    Shows the script its own dataset instead of a `_Source`, and calls the script's own function.
+    """
 
     def __init__(self, function: Callable[[int], object] | None) -> None:
         self._function = function
@@ -196,7 +199,7 @@ class _Source:
     """A stream or sampler as torchdata sees it, for all epochs of a process.
 
     `seen` says whether the source has yielded a sample in any process. `first` is the result of the first read after
-    the restart: a reader's state or `_END`. The next epoch is compared with it.
+    the restart: a reader's state or `_END`. The first read of the next epoch is compared with `first`.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -269,7 +272,7 @@ class _Reader:
             source.first = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what `load_state_dict` takes. It must be a copy: torchdata sends it to a process later."""
+        """Return a state for `load_state_dict`. It is a copy, because torchdata sends it to another process later."""
         if self._loaded is not None:
             return self._loaded
         source, iterator = self._source, self._iterator
@@ -320,7 +323,7 @@ def _equal(state: Any, other: Any) -> bool:
 
 
 def _is_hugging_face(dataset: Any) -> bool:
-    """Return whether the dataset is from `datasets`, which keeps one place for all epochs of the same number."""
+    """Return whether the dataset is from `datasets`, which keeps one position for all epochs with the same number."""
     kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
     return kind is not None and isinstance(dataset, kind)
 
@@ -361,7 +364,7 @@ def _draws_order(loader: Any) -> bool:
 
 
 def _dataset_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the dataset's part of the loader's state: one part, or one for every worker process."""
+    """Return the dataset's part of the loader's state: one part, or one part for every worker process."""
     if "_snapshot" not in state:
         return [state]
     return [worker for worker in state["_snapshot"]["_worker_snapshots"].values() if worker]

@@ -64,7 +64,7 @@ Adjust = Callable[[WorldChange], object]
 
 @dataclass(frozen=True)
 class CapturedState:
-    """A state at one moment: metadata, and the live tensors, which the next step will change."""
+    """A state at one moment: metadata, and the live tensors, which the next step changes."""
 
     meta: bytes  # metadata, in the form that `edl.collective.checkpoint.encoding.parse_meta` reads
     entries: tuple[TensorEntry, ...]  # positions of the tensors in the data
@@ -91,7 +91,7 @@ class State:
     - A `DTensor` (FSDP2's `fully_shard`) is saved as the part that the rank holds.
     - `local` fields belong to one rank alone. These fields and the states of the random number generators are restored
       if the world has the same size and the rank's host is still part of the world.
-    - `per_rank` fields belong to one rank alone too, but are never lost. An example is the position in a stream of
+    - `per_rank` fields also belong to one rank alone, but are never lost. An example is the position in a stream of
       which every rank reads a different part. These fields are restored exactly or not at all, if necessary from a
       replica on another host. A world of another size cannot restore them and is refused. A `StatefulDataLoader` from
       torchdata is always such a field, unless it is named in `local`. Add the loader to the state before you iterate
@@ -170,7 +170,7 @@ class State:
 
     @contextmanager
     def keep_random_numbers(self) -> Iterator[None]:
-        """Return a context at whose end the random number generators that this state saves are restored."""
+        """Return a context manager that, at its end, restores the random number generators that this state saves."""
         drawn = capture_random_states() if self._rng else None
         try:
             yield
@@ -220,7 +220,10 @@ class State:
         )
 
     def begin_restore(self) -> None:
-        """Remember this state's meshes. A restarted script has no other meshes, so a later save with any is refused."""
+        """Remember this state's meshes.
+
+        A restarted script has only these meshes, so a later save with other meshes is refused.
+        """
         vars(self)["_meshes"] = self._live_tensors(self._fields).meshes
 
     def _check_restorable(self, entries: Iterable[TensorEntry], layouts: Sequence[ShardLayout]) -> None:
@@ -313,7 +316,7 @@ class StateRestore:
         if _RNG in self._forms and self._state._rng:
             restore_random_states(decode(self._forms[_RNG], self._restored_tensor))
         for name in set(self._state) - self._meta.kinds.keys():
-            logger.warning("the saved state has no field %s: it keeps its value", name)
+            logger.warning("the saved state has no field %s: the field keeps its value", name)
 
     def _load_field(self, name: str, form: Any) -> None:
         if name in self._state._fields:

@@ -1,11 +1,11 @@
-"""Moving tensors between a live state and a snapshot: a save collects them, and a restore puts them back.
+"""Moves tensors between a live state and a snapshot: a save collects them, and a restore puts them back.
 
 A sharded tensor (`DTensor`) is saved as this rank's part, with its position in the whole, its layout over the ranks,
 and the ranks that hold the same part. In a restore, every part fills the region that it shares with the target tensor.
 
 Modules and optimizers already have their sharded tensors when a state is restored, so these tensors are filled in
 place. Other sharded tensors, such as averaged weights that a script clones in its first step, don't exist yet in a
-restarted process. They are created again as they were saved, over a mesh that the live state uses.
+restarted process. Such tensors are created again as they were saved, over a mesh that the live state uses.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_trained(tensor: torch.Tensor) -> bool:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether elements share memory, as after `expand`, so that torch does not copy into the tensor."""
+    """Return whether elements share memory, as after `expand`. Torch does not copy into such a tensor."""
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
@@ -79,7 +79,7 @@ def shard_layout(tensor: Any) -> ShardLayout:
 
 
 def _encode_placement(placement: Any) -> tuple[int, ...]:
-    """Return () for a replica, else the sharded dimension, plus the split factor with FSDP over tensor parallelism."""
+    """Return () for a replica, or the sharded dimension and, with FSDP over tensor parallelism, the split factor."""
     if placement.is_replicate():
         return ()
     if placement.is_shard():
@@ -127,7 +127,7 @@ class LiveMeshes:
                     self._meshes[mesh] = shard_layout(tensor)
 
     def find_mesh(self, layout: ShardLayout) -> Any:
-        """Return the mesh with the same names and the same ranks, or else shape, or else number of dimensions."""
+        """Return a mesh with the same names and dimensions, if possible with the same ranks or else the same shape."""
         alike = [
             (own.ranks == layout.ranks, own.mesh_shape == layout.mesh_shape, mesh)
             for mesh, own in self._meshes.items()
@@ -178,7 +178,7 @@ class TensorCollector:
     _known: dict[Any, tuple[int, frozenset[int]]] = field(default_factory=dict)
 
     def __call__(self, value: Any, path: Path) -> int:
-        """Collect a tensor or numpy array. Returns its number."""
+        """Collect a tensor or numpy array. Returns the number that it gets."""
         key = dotted(path)
         if key in self._keys:
             raise SettingsError(f"two tensors of the state are both named {key}: rename a field or a key")
@@ -255,7 +255,7 @@ class RestoreTarget:
     missing: int  # number of elements that are not filled yet
 
     def fill_part(self, starts: Shape, part: torch.Tensor) -> None:
-        """Copy the region that belongs here from `part`, which begins at `starts` of the whole tensor."""
+        """Copy the region that belongs here from `part`, which begins at `starts` in the whole tensor."""
         # Only in its own mode does torch write to a tensor that was made in `inference_mode`.
         with torch.inference_mode() if self.local.is_inference() else torch.no_grad():
             if not self.local.dim():
@@ -319,7 +319,8 @@ def _fitting(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor | 
 
 _NO_MESH = (
     "it was sharded over a mesh of {layout.mesh_shape} ranks (dimensions: {layout.names}), over which nothing in the "
-    "State is sharded when restore() is called: create it before that, or give the State the module that uses this mesh"
+    "State is sharded when restore() is called. Create the tensor before restore(), or give the State the module that "
+    "uses this mesh"
 )
 
 

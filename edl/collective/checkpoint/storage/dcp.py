@@ -40,7 +40,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a record in a zip archive, up to t
 
 
 def write_rank_file(copy: SlotCopy, stream: ChecksumWriter) -> dict[str, Any]:
-    """Write a rank's part (rank 0's has what all share). Returns the manifest's `tensors`, `values`, `paths`."""
+    """Write a rank's part (rank 0's includes what all share). Returns the manifest's `tensors`, `values`, `paths`."""
     meta = parse_meta(copy.meta)
     first = copy.header.rank == 0
     flat, paths = _flatten_fields(meta, copy) if first else ({}, {})
@@ -68,7 +68,7 @@ def _slot_tensor(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
 
 
 def _flatten_fields(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return the shared fields, flattened as by DCP, and their paths."""
+    """Return the shared fields, flattened as in DCP, and their paths."""
     tree = {
         name: decode(form, lambda number: _slot_tensor(copy, meta.entries[number])) for name, form in meta.tree.items()
     }

@@ -10,8 +10,8 @@
 
 The name contains the step, the generation of the world that saved the checkpoint, and the run. The run is needed
 because each run counts generations from its own beginning. A run's number is made from random bits and the time at
-which the run began. Under `edl run`, the job's agents agree on the number in their Store; otherwise, the ranks agree on
-it when they agree on the next save. The environment cannot supply the number: torchrun changes nothing in the
+which the run began. Under `edl run`, the job's agents agree on the number in their Store. Otherwise, the ranks agree on
+the number when they agree on the next save. The environment cannot supply the number: torchrun changes nothing in the
 environment after a change of the world.
 
 Differences between kinds of storage are handled here: on a local file system, files are synced to disk, and replaced in
@@ -173,7 +173,7 @@ _CHUNK_NBYTES: Final = 8 << 20  # shows progress on slow storage, and is above t
 
 
 class ChecksumWriter(io.RawIOBase):
-    """Passes bytes to an open file, counts and checksums them, and calls `written` with the size of each chunk."""
+    """Writes bytes to an open file, counts and checksums the bytes, and calls `written` with the size of each chunk."""
 
     def __init__(self, file: Any, written: Callable[[int], object] = lambda nbytes: None) -> None:
         super().__init__()

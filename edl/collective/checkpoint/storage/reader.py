@@ -1,4 +1,4 @@
-"""Restoring from storage: loads the newest undamaged checkpoint, into a world of any size.
+"""Restores from storage: loads the newest undamaged checkpoint, into a world of any size.
 
 Every byte that is needed is read once, several megabytes at a time. One of the ranks reads what all ranks need, and
 broadcasts it. The data stays in memory until all ranks have verified the checksums of what they read, so a damaged
@@ -90,7 +90,7 @@ def restore_from_storage(state: State, url: str, group: ranks.Group = None) -> R
 
 
 def newest_stored(url: str, group: ranks.Group = None, *, run: str = "") -> tuple[int, int]:
-    """Return generation and step of the newest, maybe damaged checkpoint (of `run`), or (-1, -1). Collective."""
+    """Return generation and step of the newest checkpoint (of `run`), even if damaged, or (-1, -1). Collective."""
     try:
         names = (name for name in _share_names(CheckpointFolder(url), group) if name.run == run or not run)
         return next(((name.generation, name.step) for name in names), (-1, -1))
@@ -99,7 +99,10 @@ def newest_stored(url: str, group: ranks.Group = None, *, run: str = "") -> tupl
 
 
 def _share_names(folder: CheckpointFolder, group: ranks.Group) -> Iterator[CheckpointName]:
-    """Yield the names of the complete checkpoints that the first rank sees, so that all ranks try the same ones."""
+    """Yield the names of the complete checkpoints that the first rank sees.
+
+    So all ranks try the same checkpoints.
+    """
     mine = folder.list_checkpoints() if ranks.rank_of(group) == 0 else []
     names = [str(name) for name in mine if folder.is_published(name)]
     src = ranks.global_rank(0, group)
@@ -142,7 +145,7 @@ def _read_rank_manifests(folder: CheckpointFolder, name: CheckpointName) -> dict
 
 
 def _is_consistent(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
-    """Return whether a manifest is the one of `rank` in this checkpoint, with items that lie within its file."""
+    """Return whether a manifest belongs to `rank` in this checkpoint, and its items lie within the rank's file."""
     ends = [begin + length for begin, length in piece.tensors.values()]
     return (piece.rank, piece.world, manifest.files.get(piece.file)) == (rank, manifest.world, piece.summed) and all(
         end <= piece.summed.size for end in ends
@@ -199,7 +202,7 @@ def _load_checkpoint(
 
 
 def _stored_items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]) -> Iterator[_Item]:
-    """Yield every non-empty stored tensor or part. If several ranks stored the same one, yield only the first."""
+    """Yield every non-empty stored tensor or part. If several ranks stored the same part, yield only the first."""
     seen = set()
     for piece, meta in zip(pieces, metas, strict=True):
         for entry in meta.entries:
@@ -227,7 +230,7 @@ def _group_items(items: Iterable[_Item]) -> list[_Span]:
 
 
 def _assign_readers(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
-    """Return each span with the rank that reads it, which is the rank with the least to read so far."""
+    """Return each span with the rank that reads the span: the rank that has the least to read so far."""
     loads = [0] * world
     shared = []
     for span in spans:

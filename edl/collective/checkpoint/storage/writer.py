@@ -1,4 +1,4 @@
-"""Storing checkpoints: from the slots of a node's workers to a folder that outlives the node.
+"""Stores checkpoints from the slots of a node's workers in a folder that outlives the node.
 
 A node's agent runs a `CheckpointPersister`; if there is no agent, the worker runs it. Every node writes the files of
 its own ranks, and a node that finds the manifests of all ranks completes the checkpoint. A world that was given up must
@@ -79,7 +79,9 @@ class CheckpointWriter:
             raise SettingsError(f"checkpoints cannot be stored at {self._folder.url}: {exc}") from exc
 
     def write_newest(self, slots: Sequence[Path], *, marked: bool = False) -> tuple[int, bool] | None:
-        """Store the newest state that all of `slots` hold and that is not stored yet. With `marked`, it must be marked.
+        """Store the newest state that all of `slots` hold and that is not stored yet.
+
+        With `marked`, only a state that workers marked for storage is stored.
 
         Returns the step, and whether the checkpoint is complete (True) or lacks other nodes' parts. Returns None if
         nothing was stored: there was nothing to store, the run has no name, the fence refused the state, or a newer
@@ -115,7 +117,7 @@ class CheckpointWriter:
         except OSError as exc:
             raise TemporaryError(f"storage {self._folder.url} did not accept step {step}: {exc}") from exc
         except MemoryError as exc:
-            raise TemporaryError(f"no memory for the copy of step {step} from which it is stored") from exc
+            raise TemporaryError(f"no memory for the copy from which step {step} is stored") from exc
         return None if committed is None else (step, committed)
 
     def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
@@ -129,7 +131,7 @@ class CheckpointWriter:
                 unmark_slot(prefix, state)
 
     def _store_slots(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> None:
-        """Write the parts that are not stored yet. All slots are pinned first, as their workers continue training."""
+        """Write the parts that are not stored yet. All slots are pinned first: their workers continue training."""
         try:
             if self._folder.is_published(name):
                 return  # by this agent's predecessor, or by other nodes that already have its part
@@ -180,7 +182,7 @@ class CheckpointWriter:
         self._folder.replace_file(name, RankManifest.file_name(rank), piece.pack())
 
     def _complete(self, name: CheckpointName, world: int) -> bool | None:
-        """Complete the checkpoint if every rank's manifest exists. None if the fence refuses, as it does if unsure."""
+        """Complete the checkpoint if every rank's manifest exists. Returns None if the fence refuses or is unsure."""
         there = self._folder.list_files(name)
         if MANIFEST in there:
             return True
@@ -258,10 +260,10 @@ _CHECK_POLL_S: Final = 0.05  # between two calls of `raise_if_stopping`: a signa
 class CheckpointPersister:
     """Stores the states that workers mark for storage and, on request, the newest state even if it is unmarked.
 
-    Nothing is stored before `start`, or if `url` is empty. If storing fails, the failure is reported once and storing
-    is retried. `report` is also called when storing takes longer than `interval_s`, the time between two marked states,
-    and when it catches up. Without `run`, `set_run` sets the run's name. Every `poll_s` seconds, the thread looks for
-    marked states even without a call of `wake`.
+    Nothing is stored before `start`, or if `url` is empty. If storing fails, `report` is called once with the failure,
+    and storing is retried. `report` is also called when storing begins to take longer than `interval_s`, the time
+    between two marked states, and when storing catches up. Without `run`, `set_run` sets the run's name. Every `poll_s`
+    seconds, the thread looks for marked states even without a call of `wake`.
     """
 
     def __init__(
@@ -337,9 +339,9 @@ class CheckpointPersister:
     def close(self, timeout_s: float, *, patient: bool = False, retry_s: float = 0.0) -> bool:
         """Store all requested and marked states. If this takes longer than `timeout_s` seconds, report it and give up.
 
-        Use `patient` at the end of a job, whose last state is its result. With `patient`, any failure is retried, and
-        the call gives up only after the storage has made no progress for `timeout_s` seconds. Otherwise, failures are
-        retried for `retry_s` seconds. Returns whether everything is stored.
+        Use `patient` at the end of a job, because the last state is the job's result. With `patient`, any failure is
+        retried, and the call gives up only after the storage has made no progress for `timeout_s` seconds. Otherwise,
+        failures are retried for `retry_s` seconds. Returns whether everything is stored.
         """
         if self._loop is None or self._writer is None:
             return True

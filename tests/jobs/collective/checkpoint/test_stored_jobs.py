@@ -35,7 +35,7 @@ def test_unstored_last_state_is_stored_later(tmp_path: Path) -> None:
         node = job.start()
         wait_until(lambda: "it is tried again" in node.output, "the storage refuses")
         node.process.terminate()
-        wait_until(lambda: "asked again, this node leaves without it" in node.output, "it goes on trying")
+        wait_until(lambda: "asked again, this node leaves without storing it" in node.output, "it goes on trying")
         node.process.terminate()
         assert node.wait() == 74
         assert "the job is done, but its last state is not stored: exit code 74" in node.output

@@ -512,7 +512,7 @@ def test_readmit_lets_a_host_join_again(store: FakeStore, caplog: pytest.LogCapt
         )
 
     assert left_out(readmit=False)
-    assert f"leaves this host out ({FAULT})" in caplog.messages[-1]
+    assert f"excludes this host ({FAULT})" in caplog.messages[-1]
     assert "`edl run --readmit`" in caplog.messages[-1]
     assert not left_out(readmit=True)
     assert not left_out(readmit=False), "it need be said once only"

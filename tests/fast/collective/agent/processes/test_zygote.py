@@ -228,7 +228,7 @@ def test_a_worker_that_hangs_shows_where(tmp_path: Path) -> None:
 def test_unarmed_worker_is_not_killed(tmp_path: Path) -> None:
     with worker("import signal\nprint('armed', flush=True)\nsignal.pause()") as pid:
         (text,) = dump_stacks([(pid, tmp_path / "stacks")])
-        assert "has not armed" in text
+        assert "has no handler yet" in text
         os.kill(pid, 0)
 
 

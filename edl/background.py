@@ -1,7 +1,7 @@
-"""Background threads: a loop that can be woken and closed, and a call whose result is a future.
+"""Runs background threads: a loop that can be woken and closed, or a call whose result is a future.
 
-Except for the reader's own threads (`edl.distill`), EDL starts threads only in these ways. Both are daemon threads,
-which never keep a process alive.
+EDL starts threads only in these two ways, except for the reader's own threads (`edl.distill`). Both kinds of thread are
+daemon threads, which never keep a process alive.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ R = TypeVar("R")
 _ERROR_PAUSE_S: Final = 1.0
 """Pause after an unexpected error: without it, a step that fails at once would occupy a core."""
 _CLOSE_TIMEOUT_S: Final = 60.0
-"""How long `close` waits for a running step: longer than any request's own deadline (5 s by default)."""
+"""How long `close` waits for a running step: longer than the deadline of any request (5 s by default)."""
 
 
 class BackgroundLoop:
     """A daemon thread that calls a step repeatedly until it is closed.
 
-    If a step raises, the traceback is logged and the step is called again a second later: leases must be renewed and
-    changes followed after any failure. To end the loop, a step returns None.
+    If a step raises an exception, the traceback is logged, and the step is called again a second later, because leases
+    must be renewed and changes followed after any failure. To end the loop, a step returns None.
 
     `wake` and `close` hold no lock, so a signal handler or finalizer may call them at any point, even during `wake` and
     `close`. Calls of the step never overlap.
 
     Args:
         name: name of the thread for debuggers and `threading.enumerate`; begins with `edl-`.
-        step: does a piece of work. Returns the seconds to wait before the next call (`wake` cuts this short), or None
-            when nothing is left to do. After a wake during a step, the next step follows immediately.
+        step: does a piece of work. Returns the seconds to wait before the next call (`wake` ends this wait early), or
+            None when nothing is left to do. If `wake` is called during a step, the next step follows immediately.
         interrupt: makes a blocked step return soon; every `close` calls it once.
     """
 
@@ -52,12 +52,12 @@ class BackgroundLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """Call the step now instead of after its wait. Returns immediately."""
+        """Call the step now instead of after the wait. Returns immediately."""
         self._woken = True
         self._changed.notify()
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
-        """Stop calling the step, and wait for the running call.
+        """Stop calling the step, and wait for a running call.
 
         Args:
             timeout_s: seconds to wait. The loop's own thread, which may close it, does not wait.
@@ -101,16 +101,16 @@ class BackgroundLoop:
 def start_call(name: str, function: Callable[[], R]) -> Future[R]:
     """Call a function in a daemon thread of its own.
 
-    Unlike a `ThreadPoolExecutor`'s, the thread does not keep the process alive. Use it for calls that may hang, such as
-    calls to storage that does not respond.
+    Unlike a `ThreadPoolExecutor`'s, the thread does not keep the process alive. Use this function for calls that may
+    hang, such as calls to storage that does not respond.
 
     Args:
         name: name of the thread; begins with `edl-`.
         function: called without arguments.
 
     Returns:
-        A future of the result or exception. Exceptions are not logged, so a caller that ignores the future misses
-        them; use a `BackgroundLoop` then. In an event loop, await `asyncio.wrap_future` of it.
+        A future with the result or exception. Exceptions are not logged: if you ignore the future, use a
+        `BackgroundLoop` instead, so that exceptions are logged. In an event loop, await `asyncio.wrap_future(future)`.
     """
     future: Future[R] = Future()
     future.set_running_or_notify_cancel()  # can no longer be cancelled, so the result can be set

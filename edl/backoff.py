@@ -1,11 +1,12 @@
-"""Exponential backoff with jitter, like gRPC's between connection attempts."""
+"""Exponential backoff with jitter, as in gRPC between connection attempts."""
 
 from __future__ import annotations
 
 import random
 
 CHANCE = random.SystemRandom()
-"""Random source for waits: a draw from `random` in a thread would change the numbers of the user's program."""
+"""Random source for waits. A draw from the module `random` in a thread would change the random numbers of the user's
+program."""
 
 
 class Backoff:
@@ -14,8 +15,8 @@ class Backoff:
     Args:
         first_s: the wait after the first failure, in seconds.
         last_s: the longest wait, in seconds.
-        jitter: the random share of a wait, 0 to 1: with 0.5 a wait of 2 s takes from 1 to 2 s. Many processes that
-            lose a server at the same moment should not all reconnect at the same moment.
+        jitter: the random share of a wait, 0 to 1: with 0.5, a wait of 2 s takes from 1 to 2 s. If many processes lose
+            a server at the same moment, they should not all reconnect at the same moment.
         factor: the ratio of a wait to the previous one.
     """
 
@@ -25,7 +26,7 @@ class Backoff:
         self._jitter = jitter
         self._factor = factor
         self.failures = 0
-        """Consecutive failures, including those whose wait is over."""
+        """Number of consecutive failures, including failures whose wait is over."""
 
     def next_wait_s(self) -> float:
         """Return the seconds to wait before the next attempt, after a failure."""

@@ -1,15 +1,15 @@
-"""Count the processes of this container that the kernel killed for lack of memory, in cgroups of version 1 and 2.
+"""Counts processes in this container that the kernel killed for lack of memory, in cgroups of version 1 and 2.
 
-A container's status may not show them: Kubernetes reports `OOMKilled` only if the container's first process was killed,
-and the kernel usually kills the largest process, which is a child of the agent. The kernel counts such kills in the
-process's own cgroup:
+A container's status may not show such kills: Kubernetes reports `OOMKilled` only if the container's first process was
+killed, and the kernel usually kills the largest process, which is a child of the agent. The kernel counts such kills in
+the cgroup of the killed process:
 
-- version 2: `oom_kill` in `memory.events`, with the cgroups below it
+- version 2: `oom_kill` in `memory.events`, including the cgroups below this cgroup
   (https://docs.kernel.org/admin-guide/cgroup-v2.html, "memory.events");
-- version 1: `oom_kill` in `memory.oom_control`, since Linux 4.13, without the cgroups below it
+- version 1: `oom_kill` in `memory.oom_control`, since Linux 4.13, without the cgroups below this cgroup
   (https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, "OOM Control").
 
-Both count kills of any cause, including those when the whole machine ran out of memory.
+Both counters include kills for any reason, also when the whole machine ran out of memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MIN_MOUNT_FIELDS: Final = 5  # in a line of mountinfo before its dash, up to th
 
 
 def read_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes in this process's cgroup were killed for lack of memory since it was created.
+    """Return how many processes in this process's cgroup were killed for lack of memory since the cgroup was created.
 
-    `root` is the folder that contains `proc` and `sys`. None if the kernel does not say: no memory cgroup, the root
-    cgroup, or an old kernel.
+    `root` is the folder that contains `proc` and `sys`. Returns None if the kernel does not report this: there is no
+    memory cgroup, the process is in the root cgroup, or the kernel is old.
     """
     path = find_events_file(root)
     try:
@@ -39,7 +39,7 @@ def read_oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def find_events_file(root: Path = Path("/")) -> Path | None:
-    """Return the file with the counter `oom_kill` of this process's memory cgroup, None if none is mounted."""
+    """Return the file with the counter `oom_kill` for this process's memory cgroup; None if no such file is mounted."""
     try:
         membership = (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape")
         mounts = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape")
@@ -61,10 +61,11 @@ def find_events_file(root: Path = Path("/")) -> Path | None:
 
 
 def _find_folder(mounts: str, version: int, path: str, root: Path) -> Path | None:
-    """Return where the cgroup at `path` in its hierarchy is mounted, None if unknown.
+    """Return where the cgroup at `path` in its hierarchy is mounted; None if unknown.
 
-    A container sees its own cgroup, or that of an enclosing container, mounted as the root of the hierarchy, while the
-    path may be the machine's view or the container's (`/`). A wrong cgroup's counter would be worse than none.
+    A container sees its own cgroup, or the cgroup of an enclosing container, mounted as the root of the hierarchy,
+    while `path` may be the path on the machine or the path in the container (`/`). The counter of a wrong cgroup would
+    be worse than no counter.
     """
     for line in mounts.splitlines():
         fields, dash, rest = line.partition(" - ")

@@ -1,12 +1,12 @@
 """Shared options and value types of EDL's commands.
 
 `CommandParser` is argparse's parser with four differences. Wrong usage raises `SettingsError`, which `edl` prints on
-one line. The error for an unknown option suggests the nearest known one. Options cannot be abbreviated, since a new
+one line. The error for an unknown option suggests the nearest known option. Options cannot be abbreviated, since a new
 option could change what an abbreviation means. `--help` shows the most used options and fits on a screen; `--help-all`
 adds the groups made by `add_advanced_group`.
 
-Options that several commands share are declared here: the store, TLS and tokens, the log. So are the types of their
-values, such as durations and ports. Every command imports this module, so it imports nothing slow.
+This module declares the options that several commands share (the store, TLS and tokens, the log) and the types of
+option values, such as durations and ports. Every command imports this module, so it imports nothing slow.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CommandParser(argparse.ArgumentParser):
         return group
 
     def add_store_option(self, meaning: str = "") -> None:
-        """Add `--store`, with the alias `--discovery`. `meaning` says what the command uses the store for."""
+        """Add `--store`, with the alias `--discovery`. `meaning`, for the help, says what the store is used for."""
         self.add_argument(
             "--store",
             "--discovery",
@@ -79,7 +79,7 @@ class CommandParser(argparse.ArgumentParser):
         add("--verbose", action="store_true", help="also log debug lines")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments as argparse does; SettingsError if one is unknown, missing or wrong."""
+        """Parse arguments as argparse does; SettingsError if an argument is unknown, missing or wrong."""
         self._given = list(args or ())
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -100,13 +100,13 @@ class CommandParser(argparse.ArgumentParser):
         raise SettingsError(re.sub(r"^argument ([^:\s]+): ", lambda found: f"{self._typed_name(found[1])} ", message))
 
     def _typed_name(self, names: str) -> str:
-        """Return which of an option's slash-separated names the user typed, else the first long one."""
+        """Return which of an option's slash-separated names the user typed; if none, the first long name."""
         parts, given = names.split("/"), {word.partition("=")[0] for word in self._given}
         typed = [part for part in parts if part in given] + [part for part in parts if part.startswith("--")]
         return typed[0] if typed else names
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is not among an option's choices, as argparse does, and suggest the nearest one."""
+        """Refuse a value that is not among an option's choices, as argparse does, and suggest the nearest choice."""
         if action.choices is not None and value not in action.choices:
             hint = did_you_mean(str(value), map(str, action.choices))
             known = ", ".join(map(str, action.choices))
@@ -151,7 +151,7 @@ class _HelpAll(argparse.Action):
 
 
 class Once(argparse.Action):
-    """Refuse a second value, except the `same_again`; argparse would use the last one. `remedy` ends the error."""
+    """Refuse a second value, but allow the `same_again`; argparse would use the last value. `remedy` ends the error."""
 
     def __init__(self, *args: Any, remedy: str, same_again: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -159,7 +159,7 @@ class Once(argparse.Action):
         self._same_again = same_again
 
     def __call__(self, _parser: object, options: argparse.Namespace, text: Any, option: str | None = None) -> None:
-        """Set the value; raise SettingsError if a different one was given before."""
+        """Set the value; SettingsError for a second value, unless it is the same and `same_again` allows this."""
         before = getattr(options, self.dest)
         if before not in (None, self.default) and not (self._same_again and before == text):
             raise SettingsError(f"{option} {text}: {before} was already given; {self._remedy}")
@@ -189,7 +189,7 @@ def credential_options(role: Literal["client", "server"], others: str) -> dict[s
 def parse_duration(text: str, *, unit: bool = False) -> float:
     """Return a duration such as `5ms`, `3s`, `2m` or `1h` in seconds; ValueError for any other text.
 
-    A number alone counts as seconds, unless a `unit` is required (except for 0).
+    A number without a unit counts as seconds. If a `unit` is required, only 0 may have none.
     """
     match = _DURATION.fullmatch(text.strip())
     if match is not None:
@@ -204,7 +204,7 @@ def parse_duration(text: str, *, unit: bool = False) -> float:
 
 
 def duration(least_s: float = 0.0, most_s: float = math.inf, *, zero: bool = False) -> Callable[[str], float]:
-    """Return an option type: a duration within these bounds, above 0 unless `zero` allows 0."""
+    """Return an option type: a duration in seconds within these bounds, above 0 unless `zero` allows 0."""
 
     def parse(text: str) -> float:
         try:

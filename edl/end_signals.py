@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, for programs that poll for a signal, and for those that SIGTERM interrupts."""
+"""Handles SIGTERM and Ctrl-C, for programs that poll for a signal, and for programs that SIGTERM interrupts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from types import FrameType
 def collect_signals() -> Iterator[list[int]]:
     """Collect SIGTERM and SIGINT instead of ending the process; only in the main thread.
 
-    A handler that does more, such as setting an event, could deadlock on a lock held by the code that it interrupts.
-    Poll the list, which has the numbers of the signals received so far.
+    A handler that does more than append to a list, such as setting an event, could deadlock on a lock held by the code
+    that it interrupts. Poll the list, which contains the numbers of the signals received so far.
     """
     caught: list[int] = []
     before = {
@@ -30,7 +30,7 @@ def collect_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt; a second one ends the process."""
+    """Make SIGTERM raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt; the next one ends the process."""
 
     def leave(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)

@@ -1,6 +1,6 @@
-"""All error classes of EDL.
+"""Defines all error classes of EDL.
 
-Callers usually distinguish only `TemporaryError` and `PermanentError`; the subclasses name the cause. Errors of
+Callers usually distinguish only `TemporaryError` and `PermanentError`; the subclasses name the cause. Errors from
 libraries (grpc, sqlite3, requests) are translated where EDL calls the library, with `raise … from`.
 """
 
@@ -24,16 +24,16 @@ class TemporaryError(EDLError):
 
 
 class DiscoveryError(TemporaryError):
-    """The registry or the store did not respond. Never raised because nothing was found."""
+    """The registry or the store did not respond. Never raised if it responded but nothing was found."""
 
 
 class KubernetesError(TemporaryError):
-    """The Kubernetes API server did not respond: it is unreachable, slow or overloaded. Never raised for "none".
+    """The Kubernetes API server is unreachable, slow or overloaded. Never raised if it answers that nothing exists.
 
     A requested change may or may not have been made: check before continuing.
 
     Attributes:
-        retry_after_s: seconds to wait before a retry, as the server asks; 0 if it does not say.
+        retry_after_s: seconds to wait before a retry, as the server asks; 0 if the server does not ask for a wait.
     """
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
@@ -42,16 +42,16 @@ class KubernetesError(TemporaryError):
 
 
 class QuotaExceededError(TemporaryError):
-    """A ResourceQuota of the namespace leaves no room for the object. Contains the server's message."""
+    """A ResourceQuota of the namespace leaves no room for the object. The error contains the server's message."""
 
 
 class JournalError(TemporaryError):
-    """A journal cannot be written or read: the disk is full, or the file or store unreachable. The message says which.
+    """A journal cannot be written or read: the disk is full, or the file or store is unreachable, as the message says.
 
-    The last write may or may not have succeeded: the writer stops, and the next process reads what was written.
+    The last write may or may not have succeeded. The writer stops, and the next process reads what was written.
 
     Attributes:
-        busy: another process holds it, or the store is down: a retry may succeed.
+        busy: another process holds the journal, or the store is down: a retry may succeed.
     """
 
     def __init__(self, message: str, busy: bool = False) -> None:
@@ -64,14 +64,14 @@ class NoMasterError(TemporaryError, TimeoutError):
 
 
 class NoTeacherError(TemporaryError, TimeoutError):
-    """No teacher was live for `teacher_timeout_s`. The message lists the teachers set aside, and why."""
+    """No teacher was live for `teacher_timeout_s`. The message lists the teachers set aside, with the reasons."""
 
 
 class OverloadedError(TemporaryError):
     """A teacher's queue is full.
 
     Attributes:
-        retry_after_s: seconds after which the teacher expects to have room.
+        retry_after_s: seconds after which the teacher expects to have room in its queue.
     """
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
@@ -96,11 +96,11 @@ class ConflictError(PermanentError):
 
 
 class LeaseLostError(PermanentError):
-    """The lease expired: its keys or shards are gone, and may belong to another process by now."""
+    """The lease expired: its keys or shards are lost, and may belong to another process by now."""
 
 
 class PoisonedShardsError(PermanentError):
-    """Shards were given up after repeated failures. `edl status JOB` shows them with their reasons."""
+    """Shards were given up after repeated failures. `edl status JOB` shows these shards with the reasons."""
 
 
 class SourceError(PermanentError):
@@ -108,7 +108,7 @@ class SourceError(PermanentError):
 
 
 class RejectedError(PermanentError):
-    """Teachers refuse a request as invalid. Contains their message."""
+    """Teachers refuse a request as invalid. The error contains the teachers' message."""
 
 
 class BadOutputError(PermanentError):
@@ -116,4 +116,4 @@ class BadOutputError(PermanentError):
 
 
 class ProtocolError(PermanentError):
-    """Bytes or messages that do not follow the wire protocol."""
+    """Bytes or messages do not follow the wire protocol."""

@@ -1,4 +1,4 @@
-"""Common parts of the gRPC servers of masters and served stores: their options, and the thread that serves."""
+"""Common parts of the gRPC servers of masters and served stores: the servers' options and thread."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ _SERVER_OPTIONS: Final[Options] = (
 )
 _START_S: Final = 10.0  # to start listening: it takes milliseconds, and seconds on a machine that swaps
 _AGE_MS: Final = 3_600_000
-"""With TLS or tokens, connections of this age are replaced, so that new certificates and tokens take effect."""
+"""With TLS or tokens, connections that reach this age are replaced, so that new certificates and tokens take effect."""
 
 
 class LoopServer(Resource, abc.ABC):
     """A gRPC server on an event loop in its own thread, from `_start` until it is closed or fails.
 
-    `failure` is the error that ended it; None if there was none. `_halt` is called in its thread when it ends.
+    `failure` is the error that ended the server; None if there was no error. `_halt` is called in the server's thread
+    when the server ends.
     """
 
     def __init__(self) -> None:
@@ -47,10 +48,10 @@ class LoopServer(Resource, abc.ABC):
 
     @abc.abstractmethod
     async def _serve(self) -> None:
-        """Set `_started` once it listens, and return when `_stop` is set."""
+        """Set `_started` once the server listens, and return when `_stop` is set."""
 
     def _start(self, name: str, what: str) -> None:
-        """Serve in a thread of this name; raise the error if that fails at once. `what` describes it in messages."""
+        """Serve in a thread of this name; raise an error that occurs at once. `what` names the server in messages."""
 
         def run() -> None:
             try:
@@ -83,7 +84,7 @@ class LoopServer(Resource, abc.ABC):
 
 
 def make_server(files: CredentialFiles | None, handler: grpc.GenericRpcHandler, options: Options) -> grpc.aio.Server:
-    """Return a server of a master or a store, which checks tokens; it listens nowhere yet."""
+    """Return a server for a master or a store. The server checks tokens, and does not listen yet."""
     age = [("grpc.max_connection_age_ms", _AGE_MS)] if files is not None else []
     server = grpc.aio.server(options=[*_SERVER_OPTIONS, *age, *options], interceptors=token_checks(files))
     server.add_generic_rpc_handlers((handler,))

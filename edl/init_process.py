@@ -1,7 +1,7 @@
-"""The duties of process 1 in a container, handled apart from EDL's programs.
+"""Handles the duties of process 1 in a container, separately from EDL's programs.
 
 Linux ignores signals without a handler in process 1, so a SIGTERM to a program that is still importing is lost, and a
-pod uses its whole grace period to end. And every process whose parent has died becomes a child of process 1: children
+pod uses its whole grace period to end. Also, every process whose parent has died becomes a child of process 1: children
 of a killed worker (such as a `DataLoader`'s workers) remain zombies until process 1 waits for them.
 """
 
@@ -20,15 +20,17 @@ _SYNCHRONOUS = {
     signal.SIGTRAP,
     signal.SIGABRT,
 }
-"""Signals raised by faults of this process itself; if blocked, they would end it without a traceback."""
+"""Signals raised by faults of this process itself; if they were blocked, they would end the process without a
+traceback."""
 
 
 def run_init() -> int | None:
-    """Fork if this is process 1: the child continues, and this process becomes its init.
+    """Fork if this is process 1: the child continues, and this process becomes the init process.
 
     Init forwards signals to the child and reaps processes whose parents have died. Call this before starting threads.
-    Returns None in the child, and if this is not process 1. In process 1 it returns the exit code of the child after it
-    has ended (128 plus the signal's number if a signal ended it): exit with it immediately.
+    Returns None in the child, and if this is not process 1. In process 1, the function returns after the child has
+    ended, with the child's exit code (128 plus the signal's number if a signal ended the child): exit immediately with
+    this code.
     """
     if os.getpid() != 1:
         return None

@@ -1,4 +1,4 @@
-"""Log lines of the commands on standard error: text for people, or JSON. The library only logs."""
+"""Writes the commands' log lines to standard error, as text or JSON. The library itself configures no output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 
 
 def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "text") -> None:
-    """Write EDL's log lines to standard error, and warnings of other libraries. For commands only.
+    """Write EDL's log lines, and warnings from other libraries, to standard error. For commands only.
 
     `log_format` is "text" or "json".
     """
@@ -28,9 +28,10 @@ def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "tex
 
 @contextmanager
 def plain_log_to_stderr(command: str, loggers: Collection[str], log_format: str = "text") -> Iterator[None]:
-    """Write log lines to standard error within the block, as text without time and level. For commands only.
+    """Within the block, write log lines to standard error, as text without time and level. For commands only.
 
-    Lines of `loggers` are written from INFO up, others from WARNING up. `log_format` is "text" or "json".
+    Log lines of `loggers` are written from level INFO up, other log lines from WARNING up. `log_format` is "text" or
+    "json".
     """
     handler = logging.StreamHandler(sys.stderr)
     plain = logging.Formatter(f"{command}: %(message)s")
@@ -50,7 +51,7 @@ def plain_log_to_stderr(command: str, loggers: Collection[str], log_format: str 
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as a JSON object. Fields passed as `extra=` keep their names."""
+    """Formats a record as a JSON object, in which fields passed as `extra=` keep their names."""
 
     def __init__(self, command: str) -> None:
         super().__init__()
@@ -73,11 +74,12 @@ class JsonFormatter(logging.Formatter):
 
 
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"asctime", "message", "taskName"}
-"""Attributes of every record; `logging` refuses these names in `extra=`, except `taskName`, which Python 3.12 adds."""
+"""Attributes of every record; `logging` refuses these names in `extra=`. Python 3.12 adds `taskName`, which `logging`
+allows."""
 
 
 class _NamedOrWarning(logging.Filter):
-    """Passes all records of these loggers and their children, and warnings of others, whatever their levels."""
+    """Passes all records of these loggers and their children, and warnings from other loggers."""
 
     def __init__(self, loggers: Collection[str]) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class _NamedOrWarning(logging.Filter):
 
 
 class _Quiet(logging.Filter):
-    """Names the level only for warnings and errors."""
+    """Formats records as text, with the level only for warnings and errors."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.levelname = "" if record.levelno in (logging.INFO, logging.DEBUG) else f"{record.levelname.lower()}: "

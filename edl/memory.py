@@ -13,16 +13,16 @@ import platform
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # half a heap of glibc's arenas, 64 MiB: a larger one is refused
 _LEAST_THRESHOLD = 128 << 10
-"""glibc's default; with less, messages of ordinary size would cost system calls."""
+"""glibc's default; with a lower threshold, messages of ordinary size would cost system calls."""
 
 _kept = 0
 
 
 def keep_freed_memory(keep_bytes: int = 512 << 20) -> bool:
-    """Let this process keep up to `keep_bytes` of freed memory per arena for its next large buffers.
+    """Let this process keep up to `keep_bytes` of freed memory per arena, for its next large buffers.
 
-    Applies to the whole process from now on; the largest number of all calls counts. Does nothing unless the C library
-    is glibc. Returns whether the C library accepted the settings.
+    Applies to the whole process from now on; of several calls, the one with the largest `keep_bytes` counts. Does
+    nothing unless the C library is glibc. Returns whether the C library accepted the settings.
     """
     global _kept
     if platform.libc_ver()[0] != "glibc":

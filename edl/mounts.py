@@ -1,4 +1,4 @@
-"""The file system of a path, and whether other machines may share it."""
+"""Finds the file system of a path, and whether other machines may share this file system."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def is_shared(kind: str) -> bool:
 
 
 def unescape(text: str) -> str:
-    """Decode a path from mountinfo, where characters such as blanks are octal escapes."""
+    """Decode a path from mountinfo, in which characters such as blanks are octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

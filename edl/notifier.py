@@ -1,7 +1,7 @@
 """Waits that cannot hang.
 
-`Notifier` waits for another thread, whose wake-up may be called anywhere, even in signal handlers and finalizers.
-`wait_within` waits on an event loop for a result until a deadline, and a cancellation always ends the wait.
+With `Notifier`, a thread waits for other threads, which may call `notify` anywhere, even in signal handlers and
+finalizers. `wait_within` waits on an event loop for a result until a deadline, and a cancellation always ends the wait.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 _SIGNAL_POLL_S: Final = 0.5
-"""Longest single wait of the main thread. A signal between CPython's last check for signals and the blocking lock call
-interrupts nothing: its handler would run only when the wait ends, which may be never."""
+"""Longest single wait of the main thread. If a signal arrives between CPython's last check for signals and the blocking
+lock call, it does not interrupt the wait: the signal's handler would run only when the wait ends, which may be
+never."""
 
 
 class Notifier:
-    """Lets threads wait until a predicate holds, with no lock around the state that it reads.
+    """Lets threads wait until a predicate holds, without a lock around the state that the predicate reads.
 
     `threading.Condition` and `threading.Event` contain a lock. Garbage collection and signals can run other code in the
-    middle of any function, even while the same thread holds that lock: there `notify` and `set` would deadlock. With a
-    reentrant lock, they could run between the check of a predicate and the wait that follows, and wake no thread. Here
-    every wait has its own lock, known to `notify` *before* the predicate is checked: the event count of Reed and
-    Kanodia (1979), with a ticket per wait in place of the count.
+    middle of any function, even while the same thread holds that lock: `notify` and `set` would then deadlock. With a
+    reentrant lock, `notify` and `set` could run between the check of a predicate and the wait that follows, and wake no
+    thread. In `Notifier`, every wait has its own lock, which `notify` knows *before* the predicate is checked. This is
+    the event count of Reed and Kanodia (1979), with a ticket per wait in place of the count.
 
-    Code that changes the state does so in atomic steps (an attribute, `deque.append`, `set.discard`), and then calls
-    `notify`.
+    Code that changes the state must change it in atomic steps (setting an attribute, `deque.append`, `set.discard`),
+    and then call `notify`.
     """
 
     def __init__(self) -> None:
         self._waits: deque[threading.Lock] = deque()
 
     def wait_for(self, predicate: Callable[[], object], timeout_s: float | None = None) -> bool:
-        """Wait until the predicate holds; False if it does not after `timeout_s`."""
+        """Wait until the predicate holds; return False if it does not hold after `timeout_s`."""
         if predicate():
             return True
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -61,7 +62,7 @@ class Notifier:
                     self._waits.remove(woken)
 
     def notify(self) -> None:
-        """Make every wait check its predicate again. Never blocks; safe to call from within itself."""
+        """Make every wait check its predicate again. Never blocks, and is reentrant."""
         for _ in range(len(self._waits)):  # not those added meanwhile: they check first
             try:
                 woken = self._waits[0]
@@ -75,7 +76,7 @@ class Notifier:
 
 
 async def wait_within(awaitable: Awaitable[T], timeout_s: float) -> T:
-    """Wait for a result, which is cancelled and awaited if the wait ends early; raise `asyncio.TimeoutError` if late.
+    """Wait for a result; raise `asyncio.TimeoutError` if late. If the wait ends early, cancel and await the awaitable.
 
     Before Python 3.12, `asyncio.wait_for` loses a cancellation that arrives together with the result: it returns the
     result, the task continues uncancelled, and code that waits for the task to end hangs. Here the cancellation wins,

@@ -1,10 +1,10 @@
-"""Seeded shuffling: the order in which shards are handed out, and in which a reader takes the units of a shard.
+"""Seeded shuffling: the order in which shards are handed out, and in which a reader reads the units of a shard.
 
-An order is a permutation, computed for the requested positions and never stored: a Feistel network over the smallest
-power of two that is at least the count, with cycle walking for values beyond the count (J. Black, P. Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round function is the finalizer of SplitMix64 (Steele, Lea
-and Flood, OOPSLA 2014). It is 64-bit integer arithmetic, so the order is the same on every machine and version; the
-generators of NumPy and Python do not guarantee that.
+An order is a permutation, which is computed for the requested positions and never stored. The permutation is a Feistel
+network over the smallest power of two that is at least the count, with cycle walking for values beyond the count (J.
+Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round function is the finalizer of
+SplitMix64 (Steele, Lea and Flood, OOPSLA 2014). This function uses 64-bit integer arithmetic, so the order is the same
+on every machine and in every version; the generators of NumPy and Python do not guarantee this.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import numpy
 from numpy.typing import NDArray
 
 _ROUNDS: Final = 8
-"""Rounds of the network, half of them for each side: with fewer, neighbours remain recognizable in small domains."""
+"""Rounds of the network, half of them for each side. With fewer rounds, neighbours remain recognizable in small
+domains."""
 _SHIFTS: Final = (numpy.uint64(30), numpy.uint64(27), numpy.uint64(31))  # SplitMix64's
 _FACTORS: Final = (numpy.uint64(0xBF58476D1CE4E5B9), numpy.uint64(0x94D049BB133111EB))  # SplitMix64's
 
 
 class Permutation:
-    """A permutation of `range(count)`, at most 2**62, selected by a key such as b"SEED/EPOCH"."""
+    """A permutation of `range(count)`, selected by a key such as b"SEED/EPOCH"; `count` is at most 2**62."""
 
     def __init__(self, count: int, key: bytes) -> None:
         digest = hashlib.blake2b(key, digest_size=8 * _ROUNDS, person=b"edl.shards").digest()

@@ -1,6 +1,6 @@
 """Makes foreign text, such as a teacher's message or a registry's names, safe for a log, an error or a terminal.
 
-Such text could be megabytes long, fake one of our log lines, or move a terminal's cursor.
+Such text could be megabytes long, imitate one of EDL's log lines, or move a terminal's cursor.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import itertools
 from collections.abc import Collection, Iterable
 
 MOST_CHARS = 500
-"""Characters of foreign text in a message: a teacher's reason with its model's error fits; a page of HTML does not."""
+"""Maximum number of characters of foreign text in a message: a teacher's reason with its model's error fits; a page of
+HTML does not."""
 _MOST_VALUE = 120
-"""Characters of a value in a message: a shape, name or path fits."""
+"""Maximum number of characters of a value in a message: a shape, name or path fits."""
 _MOST_LISTED = 10
-"""Words listed in a message: enough to recognize the list."""
+"""Maximum number of words listed in a message: enough to recognize the list."""
 
 
 def clip(text: str, limit: int) -> str:
@@ -41,13 +42,13 @@ def quote(value: object, limit: int = _MOST_VALUE) -> str:
 
 
 def listed(words: Collection[str], most: int = _MOST_LISTED, separator: str = ", ") -> str:
-    """Join the first of several foreign words, and add how many more there are."""
+    """Join the first few of several foreign words, and add how many more there are."""
     given = separator.join(shown(word) for word in itertools.islice(words, most))
     return given + (f"{separator}and {len(words) - most} more" if len(words) > most else "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean "x"?` for the end of an error message; empty if no known name is close, in any case."""
+    """Return `; did you mean "x"?` for the end of an error; empty if no known name is close. Ignores letter case."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(quote(by_lower[name]) for name in near)}?" if near else ""

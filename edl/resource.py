@@ -14,7 +14,8 @@ from typing_extensions import Self
 from edl.errors import ClosedError
 
 _CLOSE_S: Final = 10.0
-"""How long to wait for another thread that closes a part. A thread that the part waits for must not hang."""
+"""How long to wait for another thread that is closing a part. Without this limit, a thread that the part waits for
+could hang."""
 
 
 class _Closable(Protocol):
@@ -25,11 +26,11 @@ C = TypeVar("C", bound=_Closable)
 
 
 class Resource:
-    """Base of objects that stay open until `close` or the end of a `with` block. Closing one closes its parts first.
+    """Base of objects that stay open until `close` or the end of a `with` block. `close` first closes the parts.
 
-    A forked child can neither use nor close it: the parent still uses the sockets, locks and database handles. While
-    the interpreter shuts down, `close` only sets a flag: daemon threads are frozen by then, perhaps with a lock held,
-    and closing a channel or joining a thread would hang. Leases then expire like those of a killed process.
+    A forked child can neither use nor close the object: the parent still uses the sockets, locks and database handles.
+    While the interpreter shuts down, `close` only sets a flag: daemon threads are frozen by then, perhaps with a lock
+    held, and closing a channel or joining a thread would hang. Leases then expire like those of a killed process.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class Resource:
         self.close()
 
     def _check(self) -> None:
-        """Raise ClosedError if this is closed, or opened by another process."""
+        """Raise ClosedError if this object is closed, or was opened by another process."""
         self._check_process()
         if self._closed:
             raise ClosedError(f"{type(self).__name__} is closed")
@@ -73,7 +74,7 @@ class Resource:
             self._parts.remove(part)
 
     def close(self) -> None:
-        """Release everything. May be called twice, and from any thread."""
+        """Release all resources. May be called twice, and from any thread."""
         if sys.is_finalizing():
             self._closed = True
             return
@@ -98,7 +99,7 @@ class Resource:
         return self._closers[0] is closer
 
     def _wait_released(self) -> None:
-        """Wait for another thread that closes this: it needs its owner's connection to release leases."""
+        """Wait for another thread that is closing this object: it needs the owner's connection to release leases."""
         if self._closers[0][0] != threading.get_ident():  # else a finalizer interrupted this very close
             self._released.wait(_CLOSE_S)
 

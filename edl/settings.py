@@ -1,4 +1,4 @@
-"""All settings that can come from the environment, which are read only here.
+"""Reads all settings that can come from the environment. No other module reads these settings from it.
 
 An argument takes precedence over the environment, the environment over the default. PaddlePaddle EDL's names,
 `PADDLE_DISTILL_*`, are accepted with a `FutureWarning`, because Python shows a `DeprecationWarning` only to the
@@ -34,7 +34,8 @@ __all__ = [
 T = TypeVar("T")
 
 _LOCAL = Path("/var/tmp")
-"""On this machine even if homes are shared, and the same for all sessions and jobs of a user, unlike `/tmp`."""
+"""A folder that is on this machine even if home folders are shared, and that is the same for all sessions and jobs of a
+user, unlike `/tmp`."""
 _NAME_A_FILE = "name a local file in EDL_DISCOVERY, sqlite:///PATH"
 
 _ALIASES = {
@@ -45,7 +46,7 @@ _ALIASES = {
 
 
 def read(name: str, parse: Callable[[str], T], environ: Mapping[str, str] | None = None) -> T | None:
-    """Return the variable `name`, or its old name, parsed; None if neither is set.
+    """Return the parsed value of the variable `name`, or of its old name; None if neither is set.
 
     Raises:
         SettingsError: `parse` refused the value with a ValueError.
@@ -112,17 +113,17 @@ def boolean(text: str) -> bool:
 
 
 def allows_shared_file(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether a SQLite file may be on a shared file system: only one machine uses it (`EDL_SHARED_FILE`)."""
+    """Return whether a SQLite file may be on a shared file system that only one machine uses (`EDL_SHARED_FILE`)."""
     return bool(read("EDL_SHARED_FILE", boolean, environ))
 
 
 def default_discovery_url() -> str:
     """Return the URL of a SQLite file for all of this user's processes on this machine.
 
-    It is in the user's cache folder, or in `/var/tmp/edl-UID` if that folder is on a shared file system.
+    The file is in the user's cache folder, or in `/var/tmp/edl-UID` if the cache folder is on a shared file system.
 
     Raises:
-        SettingsError: another user owns that folder.
+        SettingsError: `/var/tmp/edl-UID` cannot be created, or is not private to this user.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edl")
     kind = mounts.file_system(os.path.realpath(folder), mounts.read_mounts())
@@ -132,7 +133,7 @@ def default_discovery_url() -> str:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Create `folder`, or check that this user owns it: its parent is writable by everyone."""
+    """Create `folder`, or check that this user owns it, because every user can write to its parent folder."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -168,13 +169,13 @@ class DiscoverySettings:
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """Teachers that a student looks for if its code names none.
+    """Teachers that a student uses if its code names none.
 
     Attributes:
-        discovery: the registry's URL, None if only fixed teachers are named. `EDL_DISCOVERY`.
+        discovery: the registry's URL; None if only fixed teachers are named. `EDL_DISCOVERY`.
         service: the service that the teachers register under. `EDL_SERVICE`.
         endpoints: fixed teachers, as `host:port`. `EDL_TEACHERS`, comma-separated.
-        max_teachers: largest number of teachers to use, None for no limit. `EDL_MAX_TEACHERS`.
+        max_teachers: largest number of teachers to use; None for no limit. `EDL_MAX_TEACHERS`.
     """
 
     discovery: str | None = None
@@ -200,7 +201,7 @@ class LoadSettings:
 
     Attributes:
         publish: whether to publish the load at all. `EDL_PUBLISH_LOAD`.
-        interval_s: how often, in seconds, while something changes. `EDL_LOAD_INTERVAL_S`.
+        interval_s: seconds between two publications while the load changes. `EDL_LOAD_INTERVAL_S`.
         window_s: seconds over which rates are computed. `EDL_LOAD_WINDOW_S`.
         ttl_s: seconds after which the record of a killed process disappears.
         job: the job that a student belongs to; empty if none is known. `EDL_JOB`, or torchrun's `TORCHELASTIC_RUN_ID`.
@@ -243,24 +244,26 @@ SYSTEM_CA = "system"
 
 @dataclass(frozen=True)
 class Credentials:
-    """Certificates, keys and tokens of a process, and the CAs that it trusts: paths of files, never their content.
+    """The certificates, keys, tokens and CAs that a process uses: the paths of the files, never their content.
 
     Students and teachers use the same class. A student uses TLS if `ca` is set, and presents its own certificate
-    (mutual TLS) if `cert` and `key` are set. A teacher uses TLS if `cert` and `key` are set; if `ca` is set too, it
-    accepts only students with a certificate signed by it.
+    (mutual TLS) if `cert` and `key` are set. A teacher uses TLS if `cert` and `key` are set; if `ca` is set too, the
+    teacher accepts only students with a certificate that this CA signed.
 
     Attributes:
         ca: PEM file with one or more CAs that sign the other side's certificates, or "system". `EDL_TLS_CA`.
         cert: PEM file of this side's certificate, followed by intermediate CAs. `EDL_TLS_CERT`.
-        key: PEM file of its private key, not encrypted, readable by its owner and group only. `EDL_TLS_KEY`.
+        key: PEM file of the certificate's private key: not encrypted, and readable by the file's owner and group only.
+            `EDL_TLS_KEY`.
         server_name: the name that a server's certificate must contain; None for the host in its address.
             `EDL_TLS_SERVER_NAME`.
-        token_file: file of bearer tokens, one per line. A student sends the first, a teacher accepts any.
+        token_file: file of bearer tokens, one per line. A student sends the first token; a teacher accepts all of them.
             `EDL_TOKEN_FILE`.
-        allow_insecure_tokens: send and accept tokens without TLS beyond this host. `EDL_ALLOW_INSECURE_TOKENS`.
+        allow_insecure_tokens: also send tokens to, and accept tokens from, other hosts without TLS.
+            `EDL_ALLOW_INSECURE_TOKENS`.
 
     Raises:
-        SettingsError: the certificate lacks its key, the name lacks a CA, or the reverse.
+        SettingsError: `cert` is set without `key`, or `key` without `cert`; or a value is empty.
     """
 
     ca: str | None = None
@@ -302,16 +305,16 @@ class Credentials:
         """Return credentials from arguments, then the environment, then defaults.
 
         Args:
-            ca: As the attribute; None to use the environment, as for all of these.
+            ca: As the attribute; None to use the environment, as for all arguments up to `allow_insecure_tokens`.
             cert: As the attribute.
             key: As the attribute.
             server_name: As the attribute.
             token_file: As the attribute.
             allow_insecure_tokens: As the attribute.
-            environ: Used instead of this process's environment.
+            environ: Variables to use instead of this process's environment.
 
         Raises:
-            SettingsError: they cannot be combined, or `EDL_TOKEN` is set.
+            SettingsError: the values cannot be combined, or `EDL_TOKEN` is set.
         """
         if read("EDL_TOKEN", bool, environ):
             raise SettingsError(
@@ -335,7 +338,7 @@ class Credentials:
 
         Args:
             given: By name: `tls_ca`, `tls_cert`, `tls_key`, `tls_server_name`, `token_file` and
-                `allow_insecure_tokens`; others are ignored. Missing values and None come from the environment.
+                `allow_insecure_tokens`; others are ignored. For missing values and None, the environment is used.
         """
         names = ("ca", "cert", "key", "server_name")
         return cls.of(

@@ -1,13 +1,13 @@
-"""A SQLite file shared by processes of one machine: safe opening, transactions, and errors that say what to do.
+"""A SQLite file that processes on one machine share: safe opening, transactions, and errors that say what to do.
 
-SQLite keeps three files open: the database, its journal (`-wal`) and the memory that connections share (`-shm`). It
-never checks that they still exist. A process whose `-wal` was removed writes to a file that no other process reads, and
-later processes see an empty database. So a connection remembers the files that it opened, compares them with those at
-the path (`SqliteFile.change`), and is opened under a lock of the folder (`_opening`).
+SQLite keeps three files open: the database, its journal (`-wal`) and the memory that connections share (`-shm`). SQLite
+never checks that these files still exist. A process whose `-wal` was removed writes to a file that no other process
+reads, and later processes see an empty database. So a connection remembers the files that it opened, compares them with
+those at the path (`SqliteFile.change`), and is opened under a lock of the folder (`_opening`).
 
 The file must be on a local file system: SQLite's locks and shared memory do not work across machines. Containers on a
-machine may share it through a common folder. A process that is stopped (SIGSTOP) in the microseconds of a write blocks
-other writers until it continues.
+machine may share the file through a common folder. If a process is stopped (SIGSTOP) in the microseconds of a write, it
+blocks other writers until it continues.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from edl.settings import allows_shared_file
 logger = logging.getLogger(__name__)
 
 _MOST_OPENINGS: Final = 10
-"""Attempts to open a file that is replaced each time."""
+"""Number of attempts to open a file that is replaced during each attempt."""
 _SIDES: Final = ("-wal", "-shm")
 _LOCK_WAIT_S: Final = 1.0
-"""How long to wait for a process that opens or removes a file, which takes a millisecond unless it is stopped."""
+"""How long to wait for a process that is opening or removing a file, which takes a millisecond unless the process is
+stopped."""
 
 _Inode = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The content of a kind of file, and texts for its errors."""
+    """Describes a kind of file: its tables, and the texts of its errors."""
 
     kind: str  # its name in messages, before the path
     application_id: int  # in the file's header; a file with another one, or another version, is refused
     version: int
     schema: str  # statements that create the tables, separated by semicolons
     error: Callable[[str, bool], EDLError]
-    """Builds the error for a temporary failure, from its message and whether another process has a lock."""
+    """Builds the error for a temporary failure, from the message and whether another process holds the lock."""
     remedy: str  # what to do about a file that is damaged, or of another program or release
     elsewhere: str  # what to use if the folder is on a shared file system
     pragmas: tuple[str, ...]  # for every connection
@@ -61,8 +62,9 @@ class Tables:
 class SqliteFile:
     """A connection to a file, in WAL mode: readers and the writer do not block each other.
 
-    A forked child never closes the connection, not even at exit. The file is created if missing, with its folder; with
-    another `mode` of SQLite's URIs nothing is created or compared. Others' transactions are waited for `timeout_s`.
+    A forked child never closes the connection, not even at exit. By default, the file and its folder are created if
+    missing. With another `mode` of SQLite's URIs, nothing is created or compared. `timeout_s` is how long to wait for
+    the transactions of other processes.
 
     Raises:
         SettingsError: The file cannot be created or written, is not EDL's, or is on a shared file system.
@@ -95,7 +97,7 @@ class SqliteFile:
 
     @property
     def writable(self) -> bool:
-        """Whether it was opened for writing."""
+        """Whether the file was opened for writing."""
         return self._identity is not None
 
     @classmethod
@@ -107,9 +109,10 @@ class SqliteFile:
 
     @contextlib.contextmanager
     def transaction(self, *, reads: bool = False) -> Iterator[sqlite3.Connection]:
-        """Run a transaction; raise the error from `Tables.error` if it fails or the file was removed or replaced.
+        """Run a transaction; raise the error from `Tables.error` if it fails, or if the file was removed or replaced.
 
-        A writing one locks the file from the start. One that only `reads` never waits for writers.
+        A transaction that writes locks the file from the start. A transaction that only `reads` never waits for
+        writers.
         """
         connection = self.sqlite
         with self.translated():
@@ -147,14 +150,14 @@ class SqliteFile:
             raise self._tables.error(f"{self}: {words}", is_busy) from exc
 
     def change(self) -> str | None:
-        """Return why the connection can no longer be used, "" if its file was replaced; None if nothing changed."""
+        """Return why the connection can no longer be used ("" if its file was replaced); None if nothing changed."""
         return self._identity.change(self.path) if self._identity is not None else None
 
     def discard(self) -> bool:
-        """Remove the files unless another process has; all processes then see that the database was replaced.
+        """Remove the files unless another process has removed them; all processes then see that they were replaced.
 
-        The database is removed first: at worst, the process that creates the next one finds an orphaned journal and
-        memory. Raises OSError if they cannot be removed.
+        The database is removed first: at worst, the process that creates the next database finds an orphaned journal
+        and memory. Raises OSError if the files cannot be removed.
         """
         assert self._identity is not None
         place = self._identity.place
@@ -287,7 +290,7 @@ class _Identity:
 
     @classmethod
     def of(cls, path: str) -> _Identity:
-        """Return the current files. Call this after the connection has read, when SQLite has created all three."""
+        """Return the current files. Call this after the connection has read and SQLite has created all three."""
         place = os.path.realpath(path)
         return cls(place, _inode(place)[0], tuple(_inode(place + side)[0] for side in _SIDES))
 
@@ -308,9 +311,9 @@ class _Identity:
 def _opening(path: str) -> Iterator[None]:
     """Keep other processes from creating or removing a file while it is opened; create it if it does not exist.
 
-    SQLite finds the journal and memory by name, some time after it has opened the database. They may belong to a later
-    or earlier database at the same path: SQLite's writes there are lost to their owners, and if it resets the memory,
-    processes that read it are killed (SIGBUS).
+    SQLite finds the journal and memory by name, some time after it has opened the database. These files may belong to a
+    later or earlier database at the same path. In that case, their owners lose what SQLite writes there, and if SQLite
+    resets the memory, processes that read the memory are killed (SIGBUS).
 
     If the file cannot be created, SQLite raises the error.
     """
@@ -348,7 +351,7 @@ def _folder_lock(place: str) -> Iterator[bool]:
 
 
 def _inode(path: str) -> tuple[_Inode | None, int]:
-    """Return device and inode of a file (None without a file), and its size."""
+    """Return the device and inode of a file (None if it does not exist), and its size."""
     try:
         status = os.stat(path)  # noqa: PTH116 - four times a transaction, and pathlib is slow
     except OSError:

@@ -1,4 +1,4 @@
-"""The hash of a tokenizer: equal if every id means the same token, so that teacher and student use the same ids."""
+"""Hashes tokenizers. If the hashes of teacher and student are equal, every id means the same token for both."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from edl.errors import SettingsError
 
 _PREFIX = "sha256:"
 _FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt")
-"""Vocabulary files of tokenizers without a tokenizer.json, by transformers' names; all existing ones are hashed."""
+"""Vocabulary files of tokenizers without a tokenizer.json, as transformers names them; all of these files that exist
+are hashed."""
 
 
 def hash_tokenizer(path: str | Path) -> str:
     """Return the hash of a tokenizer: "sha256:" and 64 hexadecimal digits.
 
     For a `tokenizer.json`, the hash covers the token of each id, but not how text is normalized, padded or truncated: a
-    trainer that saves a tokenizer may change that, while the ids keep their meaning. For a folder without one, it
-    covers the vocabulary files and the ids of added tokens (`added_tokens.json`, `added_tokens_decoder` in
-    `tokenizer_config.json`). `path` is such a file, or a folder with one, such as a model's.
+    trainer that saves a tokenizer may change these settings, while the ids keep their meaning. For a folder without a
+    `tokenizer.json`, the hash covers the vocabulary files and the ids of added tokens (`added_tokens.json`,
+    `added_tokens_decoder` in `tokenizer_config.json`). `path` is such a file, or a folder with such a file, such as a
+    model's folder.
     """
     place = Path(path).expanduser()
     try:
@@ -37,7 +39,7 @@ def hash_tokenizer(path: str | Path) -> str:
 
 
 def resolve_tokenizer(tokenizer: str | Path) -> str:
-    """Return the hash of the tokenizer that a user names: by a path, by the hash itself, or empty for any tokenizer."""
+    """Return the hash for a tokenizer that a user gives as a path or a hash; empty, for any tokenizer, stays empty."""
     text = str(tokenizer)
     if not text or text.startswith(_PREFIX):
         return text
@@ -59,7 +61,7 @@ def _hash_json(path: Path) -> str:
 
 
 def _ids(vocabulary: Any, path: Path) -> dict[str, int]:
-    """Return ids by token. Unigram's vocabulary is a list of [token, score] in order of ids."""
+    """Return ids by token. A Unigram vocabulary is a list of [token, score] in the order of ids."""
     try:
         if isinstance(vocabulary, list):
             return {str(entry[0]): number for number, entry in enumerate(vocabulary)}
@@ -73,7 +75,7 @@ def _canonical(ids: dict[str, int]) -> bytes:
 
 
 def _added_ids(folder: Path) -> dict[str, int]:
-    """Return ids by token of added tokens, from the files where transformers keeps them."""
+    """Return the ids of added tokens, by token, from the files in which transformers keeps these tokens."""
     found: dict[str, int] = {}
     config, added = folder / "tokenizer_config.json", folder / "added_tokens.json"
     path = config

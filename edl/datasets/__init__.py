@@ -1,4 +1,4 @@
-"""Data sets that `edl master` cuts into shards, or that `edl label` labels.
+"""Data sets that `edl master` cuts into shards or that `edl label` labels.
 
 To support a new kind of file that is cut into shards, write a subclass of `Dataset` and list it in `_KINDS` in
 `opening`; `parquet` is the example to follow. To support a new kind of file to label, write an `_open_` function in

@@ -1,12 +1,12 @@
-"""Data that are cut into shards: the base class of all kinds, and the simplest kind, numbers.
+"""Data that are cut into shards: the base class of all kinds of data sets, and the simplest kind, numbers.
 
-`open_dataset` reads the data once and records in an index where shards begin. The `spec` with that index goes to the
-master, which hands out leases: ranges of units within a shard.
+`open_dataset` reads the data once and records in an index where shards begin. The program sends the `spec` with this
+index to the master, which hands out leases: ranges of units within a shard.
 
-An index has one or more parts; when a source grows, further parts are appended. A part has a JSON head and columns of
-whole numbers. Each number in a column takes as few bytes as the largest number needs. A column contains the lowest
+An index has one or more parts. When a source grows, parts are appended to the index. A part has a JSON head and columns
+of whole numbers. Each number in a column takes as few bytes as the largest number needs. A column contains the lowest
 bytes of all numbers first, then all second bytes, and so on (the shuffle filter of HDF5 and Blosc), and is compressed.
-A shard of text then takes about six bytes.
+With this encoding, a shard of text takes about six bytes of the index.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from edl.quoting import quote, shown
 from edl.settings import is_above_zero, is_count
 
 UnitId: TypeAlias = int | str
-"""The id of a unit, stable across epochs and readers: the unit's number in the data set, or a file's path in the
-set."""
+"""The id of a unit, stable across epochs and readers: the unit's number in the data set, or the file's path in a set of
+files."""
 Options: TypeAlias = Mapping[str, tuple[Any, Any]]  # by name: the default, and the type of other values
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -43,8 +43,8 @@ _MAGIC: Final = b"EDLX\x01"
 _HEAD: Final = struct.Struct("<5sII")
 _WIDTHS: Final = (1, 2, 4, 8)  # bytes per number, as in NumPy's types
 _ORDER: Final = 2
-"""Version of the order within a shard, kept in the index: continuing a half-read shard in a different order would read
-the wrong units. An old index has `true` here, which means an order by hashes."""
+"""Version of the order within a shard, kept in the index: continuing a partly read shard in a different order would
+read the wrong units. In an old index, this value is `true`, which means an order by hashes."""
 ENDLESS: Final = 1 << 62  # units of a `Source`: a reader trusts the master's leases, and the source knows its size
 _SEEDS: Final = 1 << 64  # seeds have 64 bits on the wire
 _MOST: Final = 1 << 62  # units, shard size or epochs: the sum of two still fits in 63 bits
@@ -56,8 +56,8 @@ class ShardSettings:
     """How a data set is cut into shards, the order of the shards, and when a lease ends.
 
     Attributes:
-        shard_size: Units (samples, lines, rows, files) per shard. None for the kind's default: 64, or for Parquet the
-            number of rows in the largest row group.
+        shard_size: Units (samples, lines, rows, files) per shard. None for the default of the kind of data: 64, or for
+            Parquet the number of rows in the largest row group.
         epochs: Passes over the data; 0 for endless passes.
         shuffle: Hand out the shards of an epoch in an order determined by `seed` and the epoch.
         shuffle_within: Read the units of a shard in an order determined by `seed`, the epoch and the shard.
@@ -66,7 +66,7 @@ class ShardSettings:
         lease_s: Seconds without a renewal after which a shard goes to another reader.
         session_s: Seconds of silence after which a reader counts as ended.
         flush_s: For a source without an end: seconds without growth after which units that do not fill a shard are
-            handed out as a short shard; 0 to hold them back until the source ends.
+            handed out as a short shard; 0 to hold these units back until the source ends.
         commit: "report": a shard is done when its reader reports it; "checkpoint": a shard is done when a checkpoint of
             the reader covers it.
 
@@ -115,7 +115,7 @@ class ShardSettings:
         columns: Mapping[str, Numbers] | None = None,
         shard_size: int = DEFAULT_SHARD_SIZE,
     ) -> DatasetSpec:
-        """Return the specification of a data set with this index. `units` is None for a source without an end."""
+        """Return a data set's specification, with an index of these columns. `units` is None for an endless source."""
         if units is None and (self.shuffle or self.shuffle_within or self.epochs != 1):
             raise SettingsError(
                 f"{kind}:{location} has no end: it can be neither shuffled nor read several times "
@@ -149,7 +149,7 @@ class ShardSettings:
 
 
 class LeasedUnits(Protocol):
-    """A reader's units of a shard: a `Shard` of a `ShardReader`, or any object with the same fields."""
+    """Units of a shard that a reader has leased: a `Shard` of a `ShardReader`, or any object with the same fields."""
 
     @property
     def epoch(self) -> int:
@@ -165,7 +165,7 @@ class LeasedUnits(Protocol):
 
     @property
     def stop(self) -> int:
-        """First unit after the last one."""
+        """First unit after the last unit of the lease."""
 
 
 class IndexPart(NamedTuple):
@@ -189,7 +189,7 @@ def pack_part(head: Mapping[str, Any], columns: Mapping[str, Numbers]) -> bytes:
 
 
 def unpack_parts(index: bytes) -> list[IndexPart]:
-    """Return the parts of an index; the index is untrusted, because it arrives over the network."""
+    """Return the parts of an index. The index is untrusted, because it arrives over the network."""
     parts = []
     at = 0
     try:
@@ -227,7 +227,7 @@ def _unpack(plain: bytes) -> IndexPart:
 class Dataset(abc.ABC):
     """A data set that is cut into shards of `spec.shard_size` units; the last shard may be shorter.
 
-    A data set keeps no file open, so it can be pickled, and it can be used after a fork and in several threads.
+    A data set keeps no file open, so you can pickle it, and use it after a fork and in several threads.
 
     Args:
         spec: The specification that the master keeps.
@@ -263,7 +263,7 @@ class Dataset(abc.ABC):
 
     @property
     def units(self) -> int | None:
-        """Number of samples, lines, rows or files; None for a source without an end."""
+        """Number of samples, lines, rows or files; None if the source has no end."""
         return None if self.grows else self._spec.units
 
     @property
@@ -279,7 +279,7 @@ class Dataset(abc.ABC):
 
     @classmethod
     def _read_options(cls, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options for this kind of data set: the given ones, and defaults for the rest."""
+        """Return all options for this kind of data set: the options that were given, and defaults for the rest."""
         if unknown := given.keys() - cls._options_known.keys():
             raise SettingsError(f"data of kind {kind!r} has no option {', '.join(map(repr, sorted(unknown)))}")
         for name, value in given.items():
@@ -291,7 +291,7 @@ class Dataset(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
-        """Read the data once, and cut them into shards. The index of data that grow (`follow`) starts empty."""
+        """Read the data once, and cut them into shards. For data that grow (`follow`), the index starts empty."""
 
     @abc.abstractmethod
     def _load(self, parts: Sequence[IndexPart]) -> int:
@@ -327,7 +327,7 @@ class Dataset(abc.ABC):
             raise ProtocolError(f"the index of {spec.kind}:{spec.location} has a different number of units")
 
     def covers(self, lease: LeasedUnits) -> bool:
-        """Return whether this data set's index covers the units of a lease. If it does not, call `update`.
+        """Return whether this data set's index covers the units of a lease. If not, call `update`.
 
         Args:
             lease: Units of this data set.
@@ -351,8 +351,8 @@ class Dataset(abc.ABC):
     def read(self, lease: LeasedUnits) -> Iterator[Any]:
         """Read the samples of a lease.
 
-        Sample k is at position `lease.start` + k of the shard's order. If a reader stops after k samples, the next
-        reader continues with the remaining units.
+        Sample k is at position `lease.start` + k in the order of the shard's units. If a reader stops after k samples,
+        the next reader continues with the remaining units.
 
         Args:
             lease: Units of this data set.
@@ -361,7 +361,7 @@ class Dataset(abc.ABC):
             An iterator over `lease.stop - lease.start` samples.
 
         Raises:
-            SettingsError: The lease is not covered by the index here.
+            SettingsError: This data set's index does not cover the lease.
             SourceError: The data are missing, cannot be read, or have changed. The message names the file.
         """
         first, stop = self._shard_bounds(lease)
@@ -376,7 +376,7 @@ class Dataset(abc.ABC):
             lease: Units of this data set.
 
         Raises:
-            SettingsError: The lease is not covered by the index here.
+            SettingsError: This data set's index does not cover the lease.
         """
         first, stop = self._shard_bounds(lease)
         return [self._id_of(first + place) for place in self._order(lease, first, stop)]
@@ -412,20 +412,21 @@ class Dataset(abc.ABC):
         stop = min(first + self._spec.shard_size, self._known)
         if not 0 <= first <= lease.start < lease.stop <= stop:
             raise SettingsError(
-                f"units {lease.start} to {lease.stop} are not in shard {lease.shard} of {self.describe()}, as it is "
-                f"known here; if it has grown, update the data set"
+                f"units {lease.start} to {lease.stop} are not in shard {lease.shard} of {self.describe()}, according "
+                f"to this reader's index; if the data set has grown, update it"
             )
         return first, stop
 
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
-        """Return the current number of units, including unfinished ones if `final`, and whether the source is complete.
+        """Return the current number of units (with unfinished units if `final`), and whether the source is complete.
 
-        A call of `update` discards earlier results. Raises `SourceError` if the source has shrunk or was replaced.
+        After a call of `update`, earlier results are no longer valid. Raises `SourceError` if the source has shrunk or
+        was replaced.
         """
         raise NotImplementedError
 
     def _next_part(self, known: int, units: int) -> bytes:
-        """Return the index part from unit `known` up to `units`: all units that `_look` counted, or all full shards."""
+        """Return the index part from unit `known` to before `units`: all that `_look` counted, or all full shards."""
         return b""
 
 
@@ -448,12 +449,12 @@ class Source(Protocol):
 
         Args:
             start: First unit.
-            stop: First unit after the last one.
+            stop: First unit after the last unit to read.
         """
 
 
 class NumberedDataset(Dataset):
-    """The numbers from 0, or your sequence's samples with these numbers, or the units of your `Source`."""
+    """The numbers from 0, or the samples of your sequence at these numbers, or the units of your `Source`."""
 
     @classmethod
     def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
@@ -463,7 +464,7 @@ class NumberedDataset(Dataset):
 
     @classmethod
     def of(cls, location: str, units: int | None, settings: ShardSettings, samples: Any = None) -> Dataset:
-        """Cut `units` numbers, or the user's samples named `location`; `units` is None for a `Source`."""
+        """Cut `units` numbers, or the user's samples named `location`, into shards; `units` is None for a `Source`."""
         if units is not None and units < 1:
             raise SettingsError(f"range:{location} has no samples")
         kind = "source" if units is None else "range"
@@ -483,7 +484,7 @@ class NumberedDataset(Dataset):
         if self._samples is not None and len(self._samples) != units:
             raise SourceError(
                 f"the sequence has {len(self._samples)} samples here, but had {units} where the data set was created: "
-                f"every reader needs the same one"
+                f"every reader needs the same sequence"
             )
         return units
 

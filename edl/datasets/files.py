@@ -1,7 +1,7 @@
-"""Files by path or URL: finding them, reading byte ranges, and data sets whose units are whole files.
+"""Finds files by path or URL, reads byte ranges from them, and provides data sets whose units are whole files.
 
-A path refers to a file on this machine, which only needs Python. A URL is read through fsspec. Every error is a
-`SourceError` that names the file.
+A path refers to a file on this machine, and reading it needs no package other than Python. A URL is read through
+fsspec. Every error is a `SourceError` that names the file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PERMANENT: Final = {
 }
 """Errors that a retry would not change."""
 _VERSIONS: Final = ("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "mtime", "created")
-"""Names that fsspec's file systems give to a value that changes when a file is rewritten."""
+"""Names under which fsspec's file systems report a value that changes when a file is rewritten."""
 
 
 class StorageError(SourceError):
-    """A file cannot be read now: the storage may be unreachable. A follower retries; a reader's shard fails."""
+    """A file cannot be read now; the storage may be unreachable. A follower retries, and a reader's shard fails."""
 
 
 class FileStat(NamedTuple):
@@ -115,9 +115,9 @@ def absolute(location: str) -> str:
 
 
 def list_files(location: str) -> list[str]:
-    """Return the files for an absolute path, folder (recursive) or pattern, sorted; hidden files only if named.
+    """Return the sorted files for an absolute path, folder (recursive) or pattern; hidden files only if it names them.
 
-    A folder that cannot be listed raises an error, because files might be missing from the result.
+    If a folder cannot be listed, an error is raised, because files might be missing from the result.
     """
     with translated(location):
         if _is_url(location):
@@ -141,13 +141,13 @@ def find_files(location: str) -> tuple[str, list[str], list[FileStat]]:
 
 
 def is_growing_folder(location: str) -> bool:
-    """Return whether a growing location is a folder or pattern, which gets new files; else it is a text file."""
+    """Return True if a growing location is a folder or pattern, which gets new files; False if it is a text file."""
     path = absolute(location)
     return location.endswith("/") or _is_folder(path) or (_is_pattern(path) and path not in list_files(path))
 
 
 def _find_root(location: str) -> str:
-    """Return the common prefix of the paths of all files of a location, with a slash at the end."""
+    """Return the common prefix of the paths of all files at a location, with a slash at the end."""
     if _is_folder(location):
         return f"{location.rstrip('/')}/"
     return _plain_folder(location) if _is_pattern(location) else f"{location.rpartition('/')[0]}/"
@@ -158,7 +158,7 @@ def _plain_folder(pattern: str) -> str:
 
 
 def _expand(folder: str, segments: Sequence[str], above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
-    """Yield the files under `folder` that match; `above` lists parent folders, to which a link may lead back.
+    """Yield the files under `folder` that match `segments`; `above` lists parent folders: links may lead back to them.
 
     `glob.glob` and fsspec are unsuitable: they leave out folders that they cannot list.
     """
@@ -248,7 +248,7 @@ def translated(path: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FileSample:
-    """A file of a set.
+    """A file in a set.
 
     Attributes:
         id: Path within the set.
@@ -277,9 +277,10 @@ class FileSample:
 
 
 class FileSet(Dataset):
-    """Files in the order of their paths, such as a folder of images. Samples are `FileSample`s.
+    """Files in the order of their paths, such as the files in a folder of images. Samples are `FileSample`s.
 
-    The files in a growing folder are in the order of their arrival. A file counts once it has not changed for a while.
+    The files in a growing folder are in the order of their arrival. A new file counts once it has not changed for
+    `FollowSettings.settle_s`.
     """
 
     _unit: ClassVar[str] = "files"
@@ -318,7 +319,7 @@ class FileSet(Dataset):
         if found.nbytes != self._nbytes[unit]:
             raise file_changed(path, f"it has {found.nbytes} bytes, but had {self._nbytes[unit]}")
         if self._check == "mtime" and zlib.crc32(found.version.encode()) != self._versions[unit]:
-            raise file_changed(path, "it was rewritten (if only its time differs, use check='size')")
+            raise file_changed(path, "it was rewritten (if only its modification time differs, use check='size')")
         return FileSample(self._names[unit], path, found.nbytes, found.version if self._check == "mtime" else "")
 
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:

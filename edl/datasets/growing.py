@@ -1,8 +1,8 @@
-"""Sources without an end (a growing text file, a folder that gets files, your `Source`), and their follower.
+"""Follows sources without an end: a growing text file, a folder that gets files, or your `Source`.
 
-A data set that grows is opened with an empty index. A `Follower`, run by the program that created the data set, reports
-the source's growth to the master: the number of units, and the next part of the index. Readers fetch this part when
-they need it.
+A data set that grows is opened with an empty index. The program that created the data set runs a `Follower`, which
+reports the source's growth to the master: the number of units, and the next part of the index. Readers fetch this part
+when they need it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class FollowSettings:
 
     Attributes:
         poll_s: Seconds between two checks of the source.
-        settle_s: Seconds without a change after which a file in a folder counts; until then, a program might still be
-            writing it.
-        end_after_s: Seconds without growth after which the source has ended; None for never.
-        end_marker: Path or URL of a file whose existence ends the source; empty for none.
+        settle_s: Seconds without a change after which a file in a folder counts; before that, a program might still be
+            writing to the file.
+        end_after_s: Seconds without growth after which the source counts as ended; None for never.
+        end_marker: Path or URL of a file; when this file exists, the source has ended. Empty for no such file.
 
     Raises:
         SettingsError: A value cannot be used.
@@ -55,18 +55,18 @@ class FollowSettings:
 
 
 class Follower:
-    """Follows a source that grows, in its own thread. A data set has a single follower at a time.
+    """Follows a source that grows, in its own thread. A data set may have only one follower at a time.
 
     A follower continues where the master's index ends, so you may kill it and start another follower. It waits while
-    the master or the storage is unreachable. Any other error ends the follower, and is kept in `error`.
+    the master or the storage is unreachable. Any other error ends the follower, and is stored in `error`.
 
     Args:
         client: A `MasterClient`.
         name: Name of the data set, which must exist.
         dataset: The data set, as returned by `open_dataset` or `load_dataset`. No other code may use it while it is
             followed.
-        settings: None for the defaults.
-        clock: Function that returns seconds and never goes back. Tests pass their own clock.
+        settings: How to follow the source; None for the defaults.
+        clock: Function that returns seconds, and whose value never decreases. Tests pass their own clock.
 
     Attributes:
         error: The error that ended the follower; None if there was no error.
@@ -118,7 +118,7 @@ class Follower:
             timeout_s: Seconds to wait.
 
         Returns:
-            Whether one of these happened in time.
+            Whether the source ended, or the follower failed, within `timeout_s`.
 
         Raises:
             EDLError: The error that ended the follower.
@@ -129,7 +129,7 @@ class Follower:
         return ended
 
     def close(self) -> None:
-        """Stop following. This does not end the source: another follower may continue."""
+        """Stop following. This does not end the source: another follower can continue."""
         if self._loop is not None:
             self._loop.close(_CLOSE_S)
 
@@ -137,13 +137,13 @@ class Follower:
         """Check the source once, and report its growth to the master.
 
         Returns:
-            Whether the source has ended, and the master knows that it has.
+            Whether the source has ended and the master knows this.
 
         Raises:
             SourceError: The source has changed.
             StorageError: The storage is unreachable.
             TemporaryError: The master is unreachable.
-            ConflictError: Another follower has ended the data set, or also follows it.
+            ConflictError: Another follower has ended the data set, or is following it at the same time.
         """
         if not self._begun:
             self._begin()
@@ -201,12 +201,12 @@ class Follower:
                 return None
         except (TemporaryError, StorageError) as exc:
             wait_s = self._backoff.next_wait_s()
-            logger.warning("data set %s: not followed, retrying in %.0f s: %s", self._name, wait_s, exc)
+            logger.warning("data set %s: cannot follow its source, retrying in %.0f s: %s", self._name, wait_s, exc)
             return wait_s
         except EDLError as exc:
             if isinstance(exc, ConflictError) and not self._refused:
                 self._refused = True  # another follower added a part: continue where it ends
-                logger.warning("data set %s: checking again: %s", self._name, exc)
+                logger.warning("data set %s: checking the source again: %s", self._name, exc)
                 return self._settings.poll_s
             if not isinstance(exc, ClosedError):
                 logger.error("data set %s is no longer followed: %s", self._name, exc)

@@ -1,7 +1,7 @@
 """Opens a data set by name and cuts it into shards, or recreates it from the master's specification.
 
 A name is `KIND:LOCATION`, or refers to a user's function: `MODULE:FACTORY` or `FILE.py:FACTORY`. Code is imported only
-for a name that the user gives, never for a name in a message.
+for a name that the user gives, never for a name in a message from the network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _KINDS: Final[dict[str, type[Dataset]]] = {
     "files": FileSet,
     "parquet": ParquetDataset,
 }
-"""Kinds that a location may name. The index of "follow" names one of them; "source" is a range without an end."""
+"""Kinds of data set, by the name in a location. The index of "follow" names one of these kinds. "source" is a range
+without an end."""
 _EXPECTED: Final = (
     f"expected range:SIZE, {', '.join(f'{kind}:PATH' for kind in [*_KINDS, 'follow'] if kind != 'range')}, "
     "MODULE:FACTORY, FILE.py:FACTORY"
@@ -39,21 +40,21 @@ _EXPECTED: Final = (
 def open_dataset(
     location: str, settings: ShardSettings | None = None, *, samples: Any = None, **options: Any
 ) -> Dataset:
-    """Open a new data set, and cut it into shards. To do so, a text data set is read once from start to end.
+    """Open a new data set, and cut it into shards. A text data set is read once from start to end for this.
 
     Args:
         location: `KIND:LOCATION`, with a kind that docs/master.md lists, or `MODULE:FACTORY` or `FILE.py:FACTORY`: a
             function that returns a sequence of samples or a `Source`.
-        settings: How to cut the data set into shards and hand these out; None for the defaults.
+        settings: How to cut the data set into shards, and how to hand out the shards; None for the defaults.
         samples: An existing sequence or `Source`; `location` is then `range:NAME` or `source:NAME`.
         options: Options for the kind of data set, such as `encoding="utf-8"`.
 
     Returns:
-        The data set; use its `spec` to create it at the master.
+        The data set; pass its `spec` to the master to create the data set there.
 
     Raises:
         SettingsError: The data set or an option does not exist.
-        SourceError: The data cannot be read, or change while they are read.
+        SourceError: The data cannot be read, or changed while they were being read.
     """
     settings = settings or ShardSettings()
     kind, colon, rest = location.partition(":")
@@ -86,12 +87,12 @@ def open_dataset(
 
 
 def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
-    """Recreate a data set from the master's specification, to read its shards. Opens no file yet.
+    """Recreate a data set from the master's specification, to read its shards. This opens no file yet.
 
     Args:
         spec: The master's specification.
         samples: For a data set whose samples your code creates: the `MODULE:FACTORY` with which the data set was
-            created, or the object that this function returns.
+            created, or the object that this factory returns.
 
     Returns:
         The data set, ready to `read`.
@@ -120,7 +121,7 @@ def same_data(left: DatasetSpec, right: DatasetSpec) -> bool:
 
     Args:
         left: A specification.
-        right: The other one.
+        right: The other specification.
     """
     return left == right or _comparable(left) == _comparable(right)
 

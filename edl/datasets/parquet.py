@@ -1,8 +1,7 @@
-"""Tables in Parquet files: a unit is a row, and a read covers a row group. Needs pyarrow.
+"""Tables in Parquet files: a unit is a row, and each read decodes a whole row group. Needs pyarrow.
 
 Opening a data set reads only the files' footers, and a reader decodes only the row groups in its shards.
-`pyarrow.dataset` is
-unsuitable: it does not notice that a file was replaced.
+`pyarrow.dataset` is unsuitable, because it does not notice that a file was replaced.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ _TAIL: Final = struct.Struct("<I4s")  # footer's length, magic (https://parquet.
 
 
 class ParquetDataset(Dataset):
-    """Rows of Parquet files. Samples are dictionaries by column; `read_table` gives columns.
+    """Rows of Parquet files. Samples are dictionaries by column; `read_table` returns a table instead.
 
-    The row group that was read last is kept, so that it is decoded only once for consecutive shards. By default a shard
-    has as many rows as the largest row group, so if all groups have the same size, each shard is one group.
+    The row group that was read last is kept, so that it is decoded only once for consecutive shards. By default, a
+    shard has as many rows as the largest row group. So if all row groups have the same size, each shard is one row
+    group.
     """
 
     _unit: ClassVar[str] = "rows"
@@ -127,7 +127,7 @@ class ParquetDataset(Dataset):
                 table = opened.read_row_group(group, columns=self._columns, use_threads=False)
                 table = table if self._columns is None else table.select(self._columns)
             if stat_file(path) != self._footer[1]:
-                raise file_changed(path, "it was written while it was read")
+                raise file_changed(path, "it was written while it was being read")
             self._group = (file, group, table)
         return self._group[2]
 

@@ -1,10 +1,10 @@
-"""Data sets to label: rows, or sequences of tokens, as inputs of the teachers' model, batch by batch.
+"""Data sets to label: yields rows or sequences of tokens as inputs for the teachers' model, batch by batch.
 
 Unlike a `Dataset`, a `LabelDataset` yields ids and arrays, and only for rows that need a label. If the ids are known
-without loading rows (`IndexedData`), only these rows are loaded.
+without loading rows (`IndexedData`), only the rows that need a label are loaded.
 
-Arrays in `.npy` and `.npz` files are mapped into memory if possible, and never unpickled. Sequences from JSON lines and
-Parquet are held as one array of all tokens per input, with the start of each sequence.
+Arrays in `.npy` and `.npz` files are mapped into memory if possible, and are never unpickled. Sequences from JSON lines
+and Parquet are held in memory: for each input one array of all tokens, with the start of each sequence.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from edl.quoting import quote
 
 SampleId: TypeAlias = int | str
 KnownFilter: TypeAlias = Callable[[list[SampleId], dict[str, Any] | None], Array]
-"""Function that returns which ids need no label, bool [ids]. Its second argument is the inputs if each label belongs to
-one text, else None."""
+"""Function that returns which ids need no label, bool [ids]. Its second argument contains the inputs if each label
+belongs to one text; otherwise it is None."""
 Batch: TypeAlias = tuple[list[SampleId], dict[str, Any]]
-"""Ids, and inputs by name: arrays [rows, ...], or for sequences, lists with one array [tokens, ...] per id."""
+"""The ids, and the inputs by name: arrays [rows, ...], or for sequences, lists with one array [tokens, ...] per id."""
 
 _BLOCK = 65536  # ids looked up at a time: makes the call's cost negligible, in a few megabytes of Python objects
 _SEQUENCES_BLOCK = 4096  # sequences looked up at a time: some megabytes of tokens
@@ -79,7 +79,7 @@ def open_data(
     if not wanted or "" in wanted:
         raise SettingsError(f"--inputs {','.join(inputs)!r}: name at least one input of the teachers")
     if len(wanted) < len(inputs):
-        raise SettingsError(f"--inputs {','.join(inputs)!r}: a name comes twice")
+        raise SettingsError(f"--inputs {','.join(inputs)!r}: a name appears twice")
     if workers < 0:
         raise SettingsError(f"--workers {workers}: must be 0 or more")
     is_arrays = name.endswith((".npz", ".npy"))
@@ -98,9 +98,9 @@ class LabelDataset(abc.ABC):
     """A data set to label.
 
     Attributes:
-        inputs: Names of the teachers' inputs that it provides.
+        inputs: Names of the teachers' inputs that the data set provides.
         rows: Number of samples; None if unknown.
-        sequences: Whether a sample is a sequence, with a row for each of its tokens.
+        sequences: Whether each sample is a sequence, with a row for each token.
     """
 
     inputs: tuple[str, ...]
@@ -109,7 +109,7 @@ class LabelDataset(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
-        """Yield all samples that are not known, in order.
+        """Yield, in order, all samples that need a label.
 
         Args:
             rows: Largest number of samples in a batch.
@@ -120,7 +120,7 @@ class LabelDataset(abc.ABC):
 class IndexedData(LabelDataset):
     """A data set whose rows can be loaded one by one. `ids` are integers or strings [rows]; None for positions.
 
-    `checksum` covers the whole content, if the checksum is known without reading the content.
+    `checksum` covers the whole content; it is given only if it is known without reading the content.
     """
 
     rows: int
@@ -150,7 +150,7 @@ class IndexedData(LabelDataset):
         return ids
 
     def unknown(self, known: KnownFilter, start: int = 0, stop: int | None = None) -> Array:
-        """Return the positions, ascending, of the rows from `start` to before `stop` that are not known."""
+        """Return the ascending positions of the rows from `start` to before `stop` that need a label."""
         index = np.arange(start, self.rows if stop is None else stop)
         parts = [index[at : at + _BLOCK] for at in range(0, len(index), _BLOCK)]
         return np.concatenate([index[:0], *(part[~known(self.ids_of(part), None)] for part in parts)])
@@ -225,7 +225,7 @@ class RaggedData(IndexedData):
 
 
 def _rows(array: Array, rows: Any) -> Array:
-    """Return rows of an array; raise if its mapped file became shorter: a read would end the process (SIGBUS)."""
+    """Return rows of an array; raise if its mapped file is now shorter, as a read would end the process (SIGBUS)."""
     if isinstance(array, np.memmap):
         path = Path(str(array.filename))
         if not path.exists() or path.stat().st_size < array.offset + array.nbytes:
@@ -263,7 +263,7 @@ def _member(path: Path, key: str) -> zipfile.ZipInfo:
 
 
 def _open_array(path: Path, key: str = "") -> Array:
-    """Return the array in an `.npy` file, or an array in an `.npz` file; mapped if stored as it is in memory."""
+    """Return the array in an `.npy` file, or one in an `.npz` file; mapped if the file stores it as memory does."""
     if not key:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(found, np.ndarray):
@@ -289,7 +289,7 @@ def _open_array(path: Path, key: str = "") -> Array:
 
 
 def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> RaggedData:
-    """Read sequences from JSON lines such as `{"input_ids": [5, 3, 9]}`, or Parquet list columns; null is empty."""
+    """Read sequences from JSON lines such as `{"input_ids": [5, 3]}`, or Parquet list columns; null counts as empty."""
     keys = list(dict.fromkeys([*wanted.values(), *([ids] if ids is not None else [])]))
     parts: dict[str, list[Array]] = {name: [] for name in wanted}
     found_ids = []
@@ -323,7 +323,7 @@ def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> R
 
 
 def _json_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row's place, and the row. Windows line ends, a byte order mark and blank lines are allowed."""
+    """Yield each row with its place in the file. Windows line ends, a byte order mark and blank lines are allowed."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -335,7 +335,7 @@ def _json_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str,
                 raise ValueError(f"line {number}: {exc}") from exc
             if not isinstance(found, dict):
                 kind, example = type(found).__name__, f"{{{keys[0]!r}: …}}"
-                raise TypeError(f"line {number}: expected an object, not a {kind}, such as {example}")
+                raise TypeError(f"line {number}: expected an object such as {example}, not a {kind}")
             if missing := [key for key in keys if key not in found]:
                 there = ", ".join(map(repr, found)) or "nothing"
                 raise ValueError(f"line {number}: it has no {missing[0]!r}, only {there}")
@@ -356,7 +356,7 @@ def _parquet_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[s
 
 
 def _plain(value: Any) -> Any:
-    """Return a value from a Parquet file as a Python object, but a list of numbers as an array."""
+    """Return a value from a Parquet file as a Python object, or as an array if it is a list of numbers."""
     values = getattr(value, "values", None)
     if values is None or values.null_count:
         return value.as_py()
@@ -428,8 +428,8 @@ def _take_field(
 ) -> Any:
     """Return an input or the id from a sample: by key, by position in a tuple or list, or the sample itself.
 
-    `position` is used if `key` is None; `alone` means that nothing else comes from a sample. With `sequences`, a list
-    of numbers is a sample, as returned by tokenizers.
+    `position` is used if `key` is None; `alone` means that the caller takes nothing else from the sample. With
+    `sequences`, a list of numbers is a sample, as returned by tokenizers.
     """
     if sequences and alone and isinstance(sample, list) and sample and isinstance(sample[0], int | float):
         return sample
@@ -441,13 +441,13 @@ def _take_field(
             raise TypeError(f"samples are {type(sample).__name__}s: name a position, not {key!r}")
         return sample[position]
     if not alone:
-        raise TypeError(f"a sample is one {type(sample).__name__}; it has no parts")
+        raise TypeError(f"a sample is a single {type(sample).__name__}, without parts")
     return sample
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Creates the inputs of a batch from samples, in the process that loads the samples. Can be pickled."""
+    """Creates the inputs of a batch from samples, in the process that loads these samples. Can be pickled."""
 
     fields: Mapping[str, Callable[[Any], Any]]  # find an input in a sample
     sequences: bool
@@ -457,7 +457,7 @@ class _Inputs:
         return self.stack([(at, self.take(at, self.samples[at])) for at in positions])
 
     def take(self, sample_id: SampleId, sample: Any) -> dict[str, Array]:
-        """Return a sample's inputs, copied: the next sample may be loaded into the same memory."""
+        """Return copies of a sample's inputs, because the next sample may be loaded into the same memory."""
         taken = {}
         for name, field in self.fields.items():
             try:
@@ -509,7 +509,7 @@ class SequenceData(IndexedData):
 
     @functools.cached_property
     def _worker_processes(self) -> Iterable[dict[str, Any]]:
-        """The processes. They run as long as this object exists: many passes follow, and starting them is slow."""
+        """The processes. They run as long as this object exists: many passes follow, and starting processes is slow."""
         from torch.utils.data import DataLoader
 
         return DataLoader(
@@ -523,10 +523,10 @@ class SequenceData(IndexedData):
 
 
 class _Parts:
-    """The parts for a loader's next pass: the loader gets this single object for all passes."""
+    """The parts for a loader's next pass. The loader uses this one object in all passes."""
 
     def begin(self, parts: Iterable[Array]) -> deque[Array]:
-        """Begin a pass; return the queue of parts that were read but not yielded yet."""
+        """Begin a pass; return the queue of parts that have been read but not yet yielded."""
         self._parts = parts
         self._taken: deque[Array] = deque()
         return self._taken

@@ -1,12 +1,12 @@
-"""Text files by lines, and CSV by records: one pass over the files finds the units; byte ranges are read later.
+"""Text by lines, and CSV by records: one pass over the files finds the units; readers later read byte ranges.
 
 The pass cuts the files, one after another, into segments: shards, or parts of a shard that is large or grows slowly.
-For each segment, the index has the number of units, the length in bytes and the CRC-32. A reader checks these before it
-returns the segment's first sample.
+For each segment, the index contains the number of units, the length in bytes and the CRC-32. A reader checks these
+values before it returns the segment's first sample.
 
-A newline ends a CSV record if the number of quotes before it is even, as RFC 4180 specifies. Python's `csv` parses the
-records. pyarrow's CSV reader is unsuitable: it reads a file from the start, does not report the offsets at which
-records end, and guesses types from the first rows. Here all fields are text.
+A newline ends a CSV record if the number of quotes before it is even, as RFC 4180 specifies. Python's `csv` module
+parses the records. pyarrow's CSV reader is unsuitable: it reads a file from the start, does not report the offsets at
+which records end, and guesses types from the first rows. Here all fields are text.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MOST_RECORD: Final = 256 << 20  # bytes of a CSV record: an open quote is notic
 
 
 class _SegmentCutter:
-    """Cuts a streamed text into segments, and keeps only the segments' numbers for the index.
+    """Cuts a streamed text into segments, and keeps only the segments' counts, lengths and checksums for the index.
 
     `units` is the number of earlier units. After `most_nbytes`, a segment ends even if its shard is incomplete.
     """
@@ -87,7 +87,7 @@ class _SegmentCutter:
             self._cut(self.units)
 
     def pop_columns(self, *, rest: bool) -> dict[str, Numbers]:
-        """Return and forget the columns for the segments so far; `rest`: include units that do not fill a shard."""
+        """Return and forget the columns of the segments so far; with `rest`, add units that do not fill a shard."""
         if rest and self.units > self._cut_units:
             self._cut(self.units)
         columns = np.array(self._segments, np.int64).reshape(-1, 3).T
@@ -133,7 +133,7 @@ class _TextDataset(Dataset):
     @classmethod
     @abc.abstractmethod
     def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Pieces:
-        """Yield all bytes of a file, and where its units end. May add options found in the first file."""
+        """Yield all bytes of a file, with the offsets at which units end. May add options found in the first file."""
 
     @abc.abstractmethod
     def _parse(self, path: str, at: int, data: bytes) -> Iterable[Any]:
@@ -187,11 +187,11 @@ class _TextDataset(Dataset):
 
 
 class LinesDataset(_TextDataset):
-    r"""Text by lines. A line ends at byte 10 and nowhere else, or at the end of its file; NUL bytes are data.
+    r"""Text by lines. A line ends only at a byte with the value 10, or at the end of its file; NUL bytes are data.
 
     Samples are bytes, or `str` with an encoding, without the line's end (`\n` or `\r\n`) unless `keep_ends` is set. A
-    byte order mark is data, except with the encoding `utf-8-sig`. In a file that grows, a line counts once its end is
-    written; a last line without an end counts when the source ends.
+    byte order mark is data, except with the encoding `utf-8-sig`. In a file that grows, a line counts once its line end
+    is written; a last line without a line end counts when the source ends.
     """
 
     _unit: ClassVar[str] = "lines"
@@ -261,7 +261,7 @@ class LinesDataset(_TextDataset):
 
 
 class RecordsDataset(_TextDataset):
-    """CSV by records as RFC 4180 specifies: a newline in quotes does not end a record.
+    """CSV by records, as RFC 4180 specifies: a newline in quotes does not end a record.
 
     Samples are dictionaries of text by column, or lists if the columns have no names. Blank lines are skipped. A record
     with more or fewer fields than there are columns is an error. All files need the same header.
@@ -429,8 +429,8 @@ def _whole_units(path: str, blocks: Iterable[bytes], find_ends: Callable[[bytes]
 def _record_ends(path: str, options: Mapping[str, Any], data: bytes) -> Numbers:
     """Return where records end in bytes that begin with a record; a blank line counts as a record here.
 
-    A field with quotes must be in quotes as a whole, and the quotes inside it must be doubled. So every newline after
-    an even number of quotes ends a record, and this function need not parse records.
+    A field that contains quotes must be quoted as a whole, and the quotes inside it must be doubled. So every newline
+    after an even number of quotes ends a record, and this function need not parse records.
     """
     if options["quotechar"] is None or options["quotechar"].encode() not in data:
         return _newline_ends(data)

@@ -5,16 +5,17 @@ Every answer from `balance` has these properties:
 1. **Wants.** A student has exactly min(its want, the number of teachers) different teachers, so no student starves
    while a teacher is available, no student is favoured, and a teacher has no students only when every student has as
    many teachers as it wants. Students share teachers if necessary.
-2. **Loads.** A teacher's load is the number of students linked to it. Its relative load is that number divided by its
-   capacity. Among all links that satisfy 1, the answer has the least sum of load²/capacity. Moving a link from one
-   teacher to another, directly or by a chain of other links, never brings the relative loads of the two closer
-   together. So (2·load - 1)/capacity of the teacher that would lose the link is at most (2·load + 1)/capacity of the
-   teacher that would gain it. With equal capacities, loads differ by 1 at most.
-3. **Moves.** Among all links that satisfy 1 and 2, the answer keeps as many previous links as possible. This holds
-   exactly for any change: several members join and leave at once, capacities change, or wants change.
+2. **Loads.** A teacher's load is the number of students linked to the teacher. Its relative load is its load divided by
+   its capacity. Among all sets of links that have property 1, the answer has the least sum of load²/capacity. Moving a
+   link from one teacher to another, directly or through a chain of other links, never brings the relative loads of the
+   two teachers closer together. So (2·load - 1)/capacity of the teacher that would lose the link is at most (2·load +
+   1)/capacity of the teacher that would gain the link. With equal capacities, loads differ by 1 at most.
+3. **Moves.** Among all sets of links that have properties 1 and 2, the answer keeps as many previous links as possible.
+   This is exact for any change, including when several members join and leave at once, or when capacities or wants
+   change.
 
-`fair_levels` finds the loads, and `link` finds the links that keep as many previous links as possible. Time grows with
-the number of links, not with the number of possible links.
+`fair_levels` finds the loads, and `link` finds the set of links that keeps as many previous links as possible. The
+running time grows with the number of links, not with the number of possible links.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def balance(
     Args:
         teachers: The capacity of each live teacher, by id: a relative weight, positive and finite.
         students: The most teachers each student wants, by id; at least 1.
-        previous: The teachers that students had, by id. May include departed members.
+        previous: The ids of each student's previous teachers, by student id. May include departed students and
+            teachers.
 
     Returns:
         The sorted ids of each student's teachers, by student id; an entry is empty only if there are no teachers.
@@ -127,7 +129,7 @@ class LoadLevel:
 
 
 def fair_levels(capacities: Floats, takers: Ints) -> list[LoadLevel]:
-    """Return the levels, in order; every teacher is in a level.
+    """Return the levels, in order of descending capacity; every teacher is in exactly one level.
 
     `capacities` [n >= 1] are positive, in descending order. `takers[k]`, for k from 0 to n - 1, is the number of
     students that want more than k teachers, so it never rises with k.
@@ -148,7 +150,7 @@ def fair_levels(capacities: Floats, takers: Ints) -> list[LoadLevel]:
 
 
 def _bounds(capacities: Floats, price: float, most: int) -> tuple[Ints, Ints]:
-    """Return how many links cost less than `price`, and how many at most `price`, by teacher; never above `most`."""
+    """Return, by teacher, how many links cost less than `price`, and how many at most `price`; up to `most` each."""
     high = np.minimum((price * capacities + 1) / 2, most + 1.0).astype(np.int64)
     # The division rounds: make the count agree with the prices as they are computed everywhere else.
     high -= (2 * high - 1) / capacities > price
@@ -172,12 +174,12 @@ def _price(capacities: Floats, takers: Ints) -> float:
 
 
 def _violated(capacities: Floats, takers: Ints, low: Ints, high: Ints) -> int:
-    """Return how many of the first teachers have the largest excess over what students can give; 0 without excess.
+    """Return k if the first k teachers have the largest excess over what students can give them; 0 without excess.
 
-    This looks at the most even loads within the bounds. If the first k teachers have too many links with these loads,
-    they have too many with all loads within the bounds. Only the borders between different capacities need checking:
-    loads of teachers with equal capacities are compared in descending order, so the excess is nowhere larger than at
-    both ends of such a group.
+    The function checks the most even loads within the bounds. If the first k teachers have too many links with these
+    loads, they have too many links with any loads within the bounds. Only the borders between different capacities need
+    checking: the loads in a group of teachers with equal capacities are compared in descending order, so the excess
+    inside the group is never larger than at both of its ends.
     """
     (borders,) = np.nonzero(capacities[1:] != capacities[:-1])
     if not len(borders):
@@ -222,7 +224,7 @@ def link(
 
 
 class _Flow:
-    """Nodes are students, then teachers, then a source that hands out `spare`, links above teachers' lower bounds."""
+    """A flow; its nodes are students, then teachers, then a source of `spare` links, above teachers' lower bounds."""
 
     def __init__(
         self, wants: Sequence[int], low: Sequence[int], high: Sequence[int], previous: Sequence[Sequence[int]]
@@ -268,7 +270,7 @@ class _Flow:
         self.holders[teacher].add(student)
 
     def _keep(self) -> None:
-        """Keep previous links while there is room; a large change costs every student a few, whatever its id."""
+        """Keep previous links while there is room; in a large change, every student loses a few, whatever its id."""
         loads = Counter(teacher for before in self.previous for teacher in before)
         pairs = []
         for student, before in enumerate(self.previous):
@@ -284,10 +286,10 @@ class _Flow:
                 self._add(student, teacher)
 
     def _fill(self) -> None:
-        """Add links for students and teachers that lack the most; without earlier links, this always succeeds (Ryser).
+        """Add links where students and teachers lack the most; always succeeds if there are no links yet (Ryser).
 
-        Ties are broken at random. Otherwise many students would have the same teachers, and block each other at the
-        next change.
+        Ties are broken at random. Otherwise, many students would have the same teachers, and would block each other at
+        the next change.
         """
         aims, spare = self.low.copy(), self.spare
         for teacher in sorted(range(self.teachers), key=lambda teacher: (self.low[teacher], teacher)):
@@ -314,10 +316,10 @@ class _Flow:
     # The exact part: augmenting paths.
 
     def _search(self) -> int:
-        """Add links along shortest paths, many at once (Hopcroft and Karp); return how many, 0 if no path is left.
+        """Add many links at once, along shortest paths (Hopcroft and Karp); return their number, 0 if no path is left.
 
         First, nodes are marked with their distance from the students that need a link, as far as the nearest teacher
-        with room. Then paths follow the rising marks, no two of them through the same student or teacher.
+        with room. Then paths follow the rising marks; no two paths pass through the same student or teacher.
         """
         self.marks = [_UNSEEN] * (self.spare_node + 1)
         wave = [student for student in range(self.students) if self.need[student]]
@@ -343,7 +345,7 @@ class _Flow:
         return found
 
     def _prepare(self, after_spare: int) -> None:
-        """Sort teachers by level and mark for the steps. `after_spare` is the mark behind the spare node."""
+        """Group teachers by level and mark for the steps. `after_spare` marks the nodes after the spare node."""
         self.pools: dict[tuple[int, int], deque[int]] = {}
         for node in range(self.students, self.spare_node):
             self.pools.setdefault((self.level[node], self.marks[node]), deque()).append(node)
@@ -358,7 +360,7 @@ class _Flow:
         return max(self.level)
 
     def _augment(self, student: int) -> bool:
-        """Follow the marks, depth first, from a student that needs a link to a teacher that has room, and flip them."""
+        """Follow the marks, depth first, from a student that needs a link to a teacher with room; flip the links."""
         path, steps = [student], [self._steps(student, 1)]
         while steps:
             node = next(steps[-1], None)
@@ -416,7 +418,7 @@ class _Flow:
                 refused = 0
 
     def _steps_of_teacher(self, node: int, mark: int) -> Iterator[int]:
-        """Give up a link (a new link returns its cost of 1), or ask for a spare link above the lower bound."""
+        """Give up a link (for a new link, its cost of 1 is refunded), or ask for a spare link above the lower bound."""
         teacher, level, spare = node - self.students, self.level[node], self.spare_node
         one_more = len(self.holders[teacher]) == self.low[teacher] < self.high[teacher]
         if one_more and self.level[spare] == level and self.marks[spare] == mark:

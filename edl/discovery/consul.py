@@ -1,12 +1,12 @@
-"""Discovery on Consul: keys in the folder `edl/` of its KV store, leases as sessions, teachers as services of Consul.
+"""Implements discovery on Consul: keys in the folder `edl/` of its KV store, leases as sessions, teachers as services.
 
 Use the agent on the process's own machine, not a load balancer in front of several agents: a registration or a lease
 belongs to the agent that created it.
 
 Every write of the store is a transaction, which is atomic and returns the new version. A session depends on the TTL
-check of its own small service (`edl-lease`), not on a check of the node: if that failed, Consul would consider all
-services of the node dead. For each instance, the registry has an ordinary service with a TTL check, so that Consul's UI
-and DNS show the instance.
+check of its own small service (`edl-lease`), not on a check of the node: if a check of the node failed, Consul would
+consider all services of the node dead. For each instance, the registry creates an ordinary service with a TTL check, so
+that Consul's UI and DNS show the instance.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ConsulStore(Store):
             return None if answer.status == 404 else _parse_pair(json.loads(answer.body)[0])
 
     def _transact(self, *operations: Mapping[str, Any]) -> int | None:
-        """Do all of `operations` on keys, or none; return the last key's index, None if Consul refused one."""
+        """Do all `operations` on keys, or none; return the last key's index, None if Consul refused an operation."""
         answer = self._client.ask("PUT", "/v1/txn", [{"KV": operation} for operation in operations], accepts=(409,))
         if answer.status == 409:
             return None
@@ -171,7 +171,7 @@ class ConsulStore(Store):
 
 
 class _SessionClaim(Claim):
-    """A session, and the service whose check ends it. Has its own connection, as the lease may outlive a call."""
+    """A session, and the service whose check ends it. Has its own connection, as a lease may outlive a call."""
 
     def __init__(self, target: ConsulTarget, ttl_s: float) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class _SessionClaim(Claim):
             time.sleep(0.05)
 
     def _create(self) -> str:
-        """Create a session that ends as soon as the service is not alive; the keys that it locks are then deleted.
+        """Create a session that ends as soon as the service is not alive; Consul then deletes the keys it has locked.
 
         A session's own TTL is at least ten seconds, and Consul may double it, so the service's check normally ends the
         session. The TTL ends it if the agent disappears and no longer runs the check.
@@ -234,7 +234,7 @@ class _SessionClaim(Claim):
 
 
 class _Pair(NamedTuple):
-    """A key as Consul holds it; `session` is empty while it is not locked."""
+    """A key as Consul holds it; `session` is empty while the key is not locked."""
 
     entry: Entry
     session: str
@@ -285,7 +285,7 @@ class ConsulRegistry(Registry):
         with self._client.understood():
             catalog = set(json.loads(answer.body).keys())
         if not catalog:  # Consul's own service is in every catalog, so everything was left out
-            raise self._client.denied("no service:read for any service")
+            raise self._client.denied("the permission service:read is missing for every service")
         names = filter(is_service, catalog - {"consul", LEASE_SERVICE})
         return [found.service for found in map(self._read, names) if found.instances or found.lapsed]
 
@@ -298,7 +298,7 @@ class ConsulRegistry(Registry):
 
 
 class _ServiceClaim(InstanceClaim):
-    """A service at the agent. Its id is unique to this claim, so closing it never removes a successor's."""
+    """A service at the agent. Its id is unique, so closing this claim never removes a successor's service."""
 
     def __init__(self, target: ConsulTarget, instance: Instance, ttl_s: float) -> None:
         self.client = ConsulClient(target)

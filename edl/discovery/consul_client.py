@@ -1,7 +1,7 @@
-"""Consul's HTTP API: the agent's address, requests with a deadline, and error translation.
+"""Calls Consul's HTTP API: the agent's address, requests with a deadline, and error translation.
 
-It uses no client library: a watch must be able to hang up on a blocking query from another thread, and every request
-needs a deadline. A connection serves one request, so an agent's restart breaks no idle connection.
+The module uses no client library: another thread must be able to end a watch's blocking query, and every request needs
+a deadline. A connection serves one request, so an agent's restart breaks no idle connection.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from edl.settings import read
 Json = Any
 
 _MOST_BYTES: Final = 64 * 1024**2
-"""The largest answer: some hundred thousand teachers. A longer answer does not come from Consul, and must not fill
-memory."""
+"""Maximum size of an answer: enough for some hundred thousand teachers. A longer answer does not come from Consul, and
+must not fill the memory."""
 _FILTERED: Final = "X-Consul-Results-Filtered-By-ACLs"
-"""A header that Consul sends since version 1.11. If the token may read some of the entries, those are used: a token may
-cover only some services."""
+"""A header that Consul has sent since version 1.11. If the token may read some of the entries, these entries are used:
+a token may cover only some services."""
 _EMPTY: Final = ("[]", "{}", "null")
 ALIVE: Final = "alive"  # the name of a registration's own check
 
@@ -126,7 +126,8 @@ class ConsulClient(Resource):
     ) -> _Answer:
         """Send a request with a JSON body and query options.
 
-        Status codes in `accepts` are no errors. `wait`: an index, and how many seconds to wait for a newer one.
+        Status codes in `accepts` are not errors. `wait` is an index, and the number of seconds to wait for a newer
+        index.
         """
         block_s = 0.0
         if wait[0] is not None:
@@ -139,7 +140,7 @@ class ConsulClient(Resource):
         if answer.status not in (200, *accepts):
             raise DiscoveryError(f"{self.target}: {answer.status} {shown(answer.body)}")
         if filtered and answer.body.strip() in _EMPTY:
-            raise self.denied("Consul left everything out, since the token may not read it")
+            raise self.denied("Consul left out all entries, since the token may not read them")
         return answer
 
     def _send(self, method: str, url: str, body: bytes, block_s: float) -> tuple[_Answer, bool]:
@@ -180,11 +181,11 @@ class ConsulClient(Resource):
             raise DiscoveryError(f"{self.target}: not a valid Consul response: {shown(repr(exc))}") from exc
 
     def check_may_read(self, service: str) -> None:
-        """Tell an empty service from one that the token may not read: Consul answers both with an empty list.
+        """Raise if the token may not read `service`: Consul then returns an empty list, as for an empty service.
 
         Since version 1.11, Consul reports that it left out entries (`X-Consul-Results-Filtered-By-ACLs`). For an empty
-        service, it does not report whether it would leave out entries. A query that Consul's UI uses (since version
-        1.8) answers this. An agent without this query, or without ACLs, refuses it.
+        service, Consul does not report whether it would leave out entries. A query that Consul's UI uses (since version
+        1.8) answers this question. An agent without this query, or without ACLs, refuses it.
         """
         question = [{"Resource": "service", "Segment": service, "Access": "read"}]
         answer, _ = self._send("POST", "/v1/internal/acl/authorize", json.dumps(question).encode(), 0.0)
@@ -193,7 +194,7 @@ class ConsulClient(Resource):
         with self.understood():
             allowed = all(verdict["Allow"] for verdict in json.loads(answer.body))
         if not allowed:
-            raise self.denied(f"no service:read for {service!r}")
+            raise self.denied(f"the permission service:read is missing for {service!r}")
 
     def register_service(
         self,
@@ -205,7 +206,7 @@ class ConsulClient(Resource):
         tags: Sequence[str] = (),
         meta: Mapping[str, str] | None = None,
     ) -> None:
-        """Register a service at the agent; it counts as alive until `ttl_s` after its last renewal."""
+        """Register a service with the agent; the service counts as alive until `ttl_s` after its last renewal."""
         check = {
             "Name": ALIVE,
             "TTL": f"{ttl_s:g}s",
@@ -217,7 +218,7 @@ class ConsulClient(Resource):
         self.ask("PUT", "/v1/agent/service/register", {**body, "Meta": dict(meta or {})})
 
     def renew_service(self, service_id: str) -> bool:
-        """Report that a service is alive; return False if the agent does not know it."""
+        """Report that a service is alive; return False if the agent does not know the service."""
         answer = self.ask("PUT", f"/v1/agent/check/pass/service:{service_id}", accepts=(400, 404, 500))
         if answer.status == 200:
             return True
@@ -227,7 +228,7 @@ class ConsulClient(Resource):
         raise DiscoveryError(f"{self.target}: {answer.status} {shown(answer.body)}")
 
     def deregister_service(self, service_id: str) -> None:
-        """Remove a service from the agent, if it is registered."""
+        """Remove a service from the agent, if the service is registered."""
         self.ask("PUT", f"/v1/agent/service/deregister/{service_id}", accepts=(404,))
 
 

@@ -1,8 +1,8 @@
-"""The store on etcd, over etcd's gRPC API: keys below `edl/store/`, etcd's own leases, and revisions as versions.
+"""Implements the store on etcd, over its gRPC API: keys below `edl/store/`, etcd's leases, and revisions as versions.
 
-Every write is a transaction that compares the key's version and lease, and sets the key. This uses no client library:
-the maintained libraries lack features that EDL needs, and the other libraries do not work with current protobuf
-versions.
+Every write is a transaction that compares the key's version and lease, and sets the key. The module uses no client
+library: the maintained libraries lack features that EDL needs, and the other libraries do not work with current
+versions of protobuf.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ PORT: Final = 2379
 _NO_LEASE: Final = 0
 """etcd's own number for a key that belongs to no lease."""
 _MOST_BYTES: Final = 64 * 1024**2
-"""The largest answer: some hundred thousand teachers. gRPC's own limit of 4 MiB would not fit 17 of a store's largest
-values."""
+"""Maximum size of an answer: enough for some hundred thousand teachers. gRPC's default limit of 4 MiB is too small for
+17 of a store's largest values."""
 _PING_EVERY_S: Final = 10.0
-"""How often a connection with a pending request is pinged. etcd closes a connection that is pinged every 5 s or more
-often."""
+"""Interval between pings on a connection with a pending request. etcd closes a connection that is pinged every 5 s or
+more often."""
 _RECONNECT_S: Final = (0.1, 1.0)
-"""The first and the longest wait between gRPC's attempts to connect: a connection is tried within a second of a
-member's return."""
+"""The first and the longest wait between gRPC's attempts to connect: gRPC tries to connect within a second after a
+member has returned."""
 _CONNECT_S: Final = 2.0
-"""How long an attempt to connect may take. gRPC's own 20 s would be wasted on a host that was down at the start."""
+"""How long an attempt to connect may take. With gRPC's default, an attempt would waste 20 s on a host that is down."""
 
 
 # --- Where etcd is, and how to authenticate ---
@@ -53,7 +53,7 @@ _CONNECT_S: Final = 2.0
 
 @dataclass(eq=False)
 class EtcdTarget:
-    """A cluster, as given by a URL and the variables of etcd's own command line."""
+    """A cluster, as given by a URL and the environment variables of etcd's own command line."""
 
     endpoints: tuple[str, ...]  # `host:port` of members; the first that answers is used
     timeout_s: float = 5.0  # of a request, including all attempts
@@ -61,7 +61,8 @@ class EtcdTarget:
     user: str = ""
     password: str = field(default="", repr=False)
     token: str | None = field(default=None, repr=False)
-    """The user's session for all connections: etcd is slow to create one. None before the login; "" without users."""
+    """The user's token for all connections: etcd is slow to create a token. None before the login; "" if etcd has no
+    users."""
 
     def __str__(self) -> str:
         return f"etcd at {'https' if self.files else 'http'}://{','.join(self.endpoints)}"
@@ -111,7 +112,7 @@ def _files(environ: Mapping[str, str] | None) -> CredentialFiles:
 
 @dataclass(frozen=True)
 class _Method(Generic[Q, A]):
-    """A method of etcd's API; a `repeatable` call may be sent again if a member may already have executed it."""
+    """A method of etcd's API; a `repeatable` call may be sent again even if a member may have executed it already."""
 
     path: str
     request: type[Q]
@@ -162,7 +163,7 @@ class EtcdClient(Resource):
         return answer.header.revision, list(answer.kvs)
 
     def await_change(self, prefix: bytes, revision: int, wait_s: float) -> None:
-        """Wait up to `wait_s` until a key under `prefix` may have changed since `revision`."""
+        """Wait until a key under `prefix` may have changed since `revision`, at most `wait_s`."""
         self._check()
         index = self._preferred
         create = wire.WatchCreateRequest(key=prefix, range_end=_end(prefix), start_revision=revision + 1)
@@ -303,21 +304,24 @@ class EtcdClient(Resource):
         if self.target.files is not None:
             if "CERTIFICATE_VERIFY_FAILED" in words or "andshake" in words or "Peer name" in words:
                 own = "" if self.target.files.settings.cert else "; if etcd asks for a certificate, set ETCDCTL_CERT"
-                return f" (ETCDCTL_CACERT must hold the CA that signed etcd's certificate, for this host{own})"
+                return (
+                    " (ETCDCTL_CACERT must contain the CA that signed etcd's certificate, and the certificate must "
+                    f"name the host{own})"
+                )
             return ""
         cut = any(sign in words for sign in ("Socket closed", "reset by peer", "SETTINGS"))
-        return " (if it speaks TLS: etcd+https://)" if cut else ""
+        return " (if etcd speaks TLS, use etcd+https://)" if cut else ""
 
     def _remedy(self, code: grpc.StatusCode, words: str) -> str:
         if code is grpc.StatusCode.PERMISSION_DENIED:
-            who = f"user {self.target.user}" if self.target.user else "set ETCDCTL_USER; the certificate's own user"
+            who = f"user {self.target.user}" if self.target.user else "the user (ETCDCTL_USER or certificate)"
             return f": {who} needs `etcdctl role grant-permission ROLE --prefix=true readwrite edl/`"
         if "user name is empty" in words:
             return ": set ETCDCTL_USER and ETCDCTL_PASSWORD"
         if "authentication failed" in words:
-            return ": see ETCDCTL_USER and ETCDCTL_PASSWORD"
+            return ": check ETCDCTL_USER and ETCDCTL_PASSWORD"
         if "database space exceeded" in words:
-            return ": compact and defragment it, then `etcdctl alarm disarm`"
+            return ": compact and defragment the database, then run `etcdctl alarm disarm`"
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ": etcd 3.4 or newer is needed"
         return ""
@@ -349,7 +353,7 @@ def _was_not_sent(exc: grpc.RpcError) -> bool:
 
 
 def _end(prefix: bytes) -> bytes:
-    """Return the first key after all keys with this prefix; the prefix is non-empty UTF-8, so it has no 0xff."""
+    """Return the first key after all keys with this prefix, which is non-empty UTF-8 and so contains no byte 0xff."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
@@ -423,7 +427,7 @@ class EtcdStore(Store):
 
 
 class _EtcdClaim(Claim):
-    """An etcd lease with its own connection: the store may be closed while etcd grants the lease."""
+    """An etcd lease with its own connection, because the store may be closed while etcd grants the lease."""
 
     def __init__(self, target: EtcdTarget, ttl_s: float) -> None:
         super().__init__()
@@ -480,12 +484,12 @@ def _entry(found: wire.KeyValue) -> Entry:
 
 
 def _has_version(path: bytes, version: int) -> wire.Compare:
-    """Compare a key's last revision, 0 for a key that does not exist."""
+    """Return the condition that a key's last revision is `version`; 0 means that the key does not exist."""
     return wire.Compare(target=wire.Compare.MOD, key=path, mod_revision=version)
 
 
 def _put_if_free(path: bytes, value: bytes, lease: int) -> wire.TxnRequest:
-    """Set a key unless another lease holds it. etcd treats a missing key as a key with lease 0."""
+    """Return a transaction that sets a key unless another lease holds it. For etcd, a missing key has lease 0."""
     put = wire.RequestOp(request_put=wire.PutRequest(key=path, value=value, lease=lease))
 
     def if_held_by(holder: int) -> wire.TxnRequest:

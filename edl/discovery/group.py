@@ -1,13 +1,14 @@
-"""Lets students that watch the same service agree, through a store, on who talks to which teachers.
+"""Lets students that watch the same service agree, through a store, on which teachers each student talks to.
 
-They elect a leader, which computes `balance` and writes everybody's links. The group uses these keys in the store,
-below `balance/SERVICE/`:
+The students elect a leader, which calls `balance` and writes all students' links to the store. The group uses these
+keys in the store, below `balance/SERVICE/`:
 
 - `students/STUDENT`, under the student's lease: `{"limit": n}`, the most teachers that the student talks to.
-- `links/STUDENT`, written by the leader: `{"teachers": [id, ...]}`. If all teachers fit within
-  a student's limit, it has no links and talks to all of them.
+- `links/STUDENT`, written by the leader: `{"teachers": [id, ...]}`. If all teachers fit within a student's limit, the
+  student has no links and talks to all teachers.
 
-`choose_teachers`, `choose_lapsed` and `plan_links` make the decisions and are pure; a student watches a `BalanceGroup`.
+The pure functions `choose_teachers`, `choose_lapsed` and `plan_links` make the decisions. A student watches a
+`BalanceGroup`.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ from edl.quoting import shown
 log = logging.getLogger("edl.discovery")
 
 MAX_ID_BYTES: Final = 100
-"""The longest id of a student. Escaping makes an id up to three times as long; it still fits into a key of 512
-characters."""
+"""Maximum length of a student's id. Escaping makes an id up to three times as long, and the escaped id still fits into
+a key of 512 characters."""
 LOOK_S: Final = 0.1
 """How often a waiting member checks whether its links changed; the check only reads memory."""
 PATIENCE_S: Final = 1.0
-"""How long a new member waits for its first links rather than start with teachers that it may have to leave at once."""
+"""How long a new member waits for its first links: without the wait, it might have to leave its first teachers at
+once."""
 STEP_S: Final = 0.1
 """How often to check for changes; the check only reads memory, and does not query the store."""
 RETRY_S: Final = 1.0
 """Wait after the store failed to answer. Meanwhile students choose for themselves, so nothing is urgent."""
 REMEMBERED: Final = 1000
-"""For how many departed students a leader remembers the teachers: about 100 kB, and more students than restart at one
-time."""
+"""Number of departed students whose teachers a leader remembers. The memory takes about 100 kB, and covers more
+students than restart at the same time."""
 
 
 class GroupKeys:
@@ -68,7 +70,7 @@ class GroupKeys:
         return self.links + _part(student)
 
     def student_in(self, key: str) -> str:
-        """Return the student in a key below `students` or `links`; raise ValueError if the key has no student."""
+        """Return the student in a key below `students` or `links`; raise ValueError if the key contains no student."""
         student = unquote(key.rpartition("/")[2])
         if key not in (self.student(student), self.links_of(student)):
             raise ValueError("not the key of a student")
@@ -76,7 +78,7 @@ class GroupKeys:
 
 
 def _part(student: str) -> str:
-    """Return `student` as a part of a key, whatever characters it has."""
+    """Return `student`, which may contain any characters, as a part of a key."""
     if not isinstance(student, str) or not 0 < len(student.encode(errors="replace")) <= MAX_ID_BYTES:
         raise SettingsError(f"student_id={student!r:.200}: must be text of 1 to {MAX_ID_BYTES} bytes")
     try:
@@ -125,7 +127,7 @@ def _field(value: bytes, name: str) -> Any:
 
 
 class TeacherChoice(NamedTuple):
-    """The teachers that a student talks to: decided in the group (`coordinated`), or by the student alone."""
+    """The teachers that a student talks to, chosen by the group (`coordinated`) or by the student alone."""
 
     ids: frozenset[str]
     coordinated: bool
@@ -136,8 +138,8 @@ def choose_teachers(
 ) -> TeacherChoice:
     """Decide which of the `ready` teachers a student talks to: at least one, if any is ready.
 
-    `links` are the teachers that the leader assigned to the student, None if unknown or possibly out of date; `last`
-    are the teachers that the student has used until now.
+    `links` contains the teachers that the leader assigned to the student; None if they are unknown or possibly out of
+    date. `last` contains the teachers that the student has used until now.
     """
     ids = frozenset(teacher.id for teacher in ready)
     if len(ids) <= limit:
@@ -152,14 +154,14 @@ def choose_teachers(
 def choose_lapsed(
     student: str, room: int, lapsed: Iterable[Instance], links: frozenset[str] | None, last: Collection[str]
 ) -> frozenset[str]:
-    """Decide which lapsed teachers a student tries: at most `room`, the places that ready teachers leave free."""
+    """Decide which lapsed teachers a student tries: at most `room`, the part of its limit that ready teachers leave."""
     ranked = _ranked(student, (teacher.id for teacher in lapsed), last)
     ranked.sort(key=lambda name: links is not None and name not in links)
     return frozenset(ranked[: max(room, 0)])
 
 
 def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str]:
-    """Return `last` first, then the others in an order specific to this student."""
+    """Return the ids in `last` first, then the other `ids`, in an order specific to this student."""
     ranks = {name: (name not in last, hashlib.blake2b(f"{student}\0{name}".encode()).digest()) for name in ids}
     return sorted(ranks, key=ranks.__getitem__)
 
@@ -188,10 +190,10 @@ def plan_links(
     stored: Iterable[Entry],
     remembered: Mapping[str, tuple[str, ...]],
 ) -> LinkPlan:
-    """Balance, and compare the result with the entries below `keys.links` (`stored`).
+    """Balance the teachers, and compare the result with the entries below `keys.links` (`stored`).
 
-    `students` are the entries below `keys.students`. `remembered` are the last planned links of students that have no
-    links in the store, because they talk to all teachers or had left.
+    `students` contains the entries below `keys.students`. `remembered` contains the last planned links of students that
+    have no links in the store, because they talk to all teachers or have left.
     """
     limits: dict[str, int] = {}
     present: dict[str, bytes] = {}
@@ -228,13 +230,14 @@ def plan_links(
 
 
 class BalanceGroup(Watch):
-    """A `Watch` of the teachers that this student talks to, in place of `registry.watch(service)`.
+    """A `Watch` of the teachers that this student talks to; use it instead of `registry.watch(service)`.
 
-    As long as all teachers fit within the student's limit, the student gets all of them, without the store. If there
-    are more, a leader assigns them (see the module). A student that has no links, or whose store does not answer, keeps
-    its teachers and adds other teachers up to its limit; the snapshot's `stale` then gives the reason. A student always
-    has a teacher while any teacher is live. A draining teacher is not assigned; the students that have it see its state
-    "draining". Teachers whose registration lapsed fill the rest of the limit.
+    As long as all teachers fit within the student's limit, the student gets all of them, and the store is not needed.
+    If there are more teachers, a leader assigns them (see the module docstring). A student that has no links, or whose
+    store does not answer, keeps its teachers and adds other teachers up to its limit; the snapshot's `stale` then gives
+    the reason. A student always has a teacher while any teacher is live. A draining teacher is not assigned to
+    students; students that already have this teacher see its state "draining". Teachers whose registration has lapsed
+    fill the rest of the limit.
 
     Args:
         registry: Where the teachers are registered; the caller closes it.
@@ -242,7 +245,7 @@ class BalanceGroup(Watch):
         service: The teachers' service.
         student_id: Unique among the students of the service; reuse it after a restart to keep the same teachers.
         want: The most teachers that this student talks to.
-        ttl_s: Seconds that this student, or the leader, may be silent before the others continue without it.
+        ttl_s: Seconds that this student, or the leader, may be silent before the other students continue without it.
 
     Raises:
         SettingsError: An argument cannot be used.
@@ -325,7 +328,7 @@ class BalanceGroup(Watch):
         return None
 
     def _decide(self) -> Snapshot | None:
-        """Return the snapshot to hand out; None while nothing is known, or a better snapshot will follow soon."""
+        """Return the snapshot to hand out; None while nothing is known, or if a better snapshot will follow soon."""
         if self._seen is None:
             return None
         links, reason = self._known_links()
@@ -345,7 +348,7 @@ class BalanceGroup(Watch):
         stale = self._seen.stale
         if not choice.coordinated:
             why = f"students cannot agree on their teachers: {reason}" if reason else "students have not agreed yet"
-            why = f"{why}; this one continues with {len(choice.ids)} of its own choice"
+            why = f"{why}; this student continues with {len(choice.ids)} of its own choice"
             stale = f"{stale}; {why}" if stale else why
         return replace(
             self._seen,
@@ -423,7 +426,7 @@ class BalanceGroup(Watch):
 
 
 class _Leader:
-    """Follows teachers and students, and keeps all links in the store in balance."""
+    """Follows teachers and students, and keeps the links in the store balanced."""
 
     def __init__(self, registry: Registry, store: Store, keys: GroupKeys, ttl_s: float) -> None:
         self._registry = registry
@@ -448,7 +451,7 @@ class _Leader:
         self._refused: Mapping[str, str] = {}
 
     def lead(self, still: Callable[[], bool]) -> None:
-        """Balance if anything changed, and at least once per `ttl_s`: a former leader may have written late."""
+        """Balance if anything has changed, and at least every `ttl_s`: a former leader may have written late."""
         if self._teachers is None:
             self._teachers = self._registry.watch(self._keys.service)
         if self._students is None:
@@ -470,12 +473,12 @@ class _Leader:
             self._check_at = time.monotonic() + self._ttl_s
 
     def _remember(self, links: Mapping[str, tuple[str, ...]]) -> None:
-        """Keep planned links and those of departed students: a student whose lease lapses may return soon."""
+        """Keep planned links and departed students' links: a student whose lease lapses may return soon."""
         gone = [(student, teachers) for student, teachers in self._planned.items() if student not in links]
         self._planned = dict(gone[-REMEMBERED:]) | dict(links)
 
     def _carry_out(self, todo: LinkPlan, stored: list[Entry], still: Callable[[], bool]) -> bool:
-        """Write the changes; return False if a new plan is needed, as another student has written or leads now."""
+        """Write the changes; return False if a new plan is needed because another student has written or now leads."""
         versions = {entry.key: entry.version for entry in stored}
         for key in (*todo.writes, *todo.deletes):
             if not still():

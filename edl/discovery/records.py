@@ -1,8 +1,8 @@
 """Defines instances of a service, the values that every registry can hold, and the treatment of other values.
 
 A registry holds an instance as JSON. Other programs may write to the registry too, so records that are read are checked
-as strictly as instances that are registered. An invalid record becomes a `Rejected` with the reason, and does not
-affect other records.
+as strictly as instances that are registered. An invalid record becomes a `Rejected` that contains the reason, and does
+not affect other records.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from edl.errors import SettingsError
 from edl.quoting import shown
 
 MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
-"""Below half a second a busy machine misses renewals; Consul refuses more than a day."""
+"""With less than half a second, a busy machine misses renewals. Consul refuses more than a day."""
 MAX_META, MAX_META_BYTES = 60, 512
-"""Consul's limits (64 names, four of them EDL's own), enforced everywhere so that programs work on every registry."""
+"""Consul's limits (64 names, four of which EDL uses), enforced everywhere so that programs work on every registry."""
 MAX_TAGS = 64  # the same as for metadata names; Consul itself has no limit
 MAX_RECORD = 1_000_000
-"""The longest record that is read, in characters. EDL's own records have at most a quarter of that length, so that they
+"""Maximum length of a record that is read, in characters. EDL's own records are at most a quarter as long, so that they
 fit into a store's value."""
 RESERVED_META = frozenset({"model", "capacity", "state"})
 
@@ -41,17 +41,19 @@ class Instance:
     Attributes:
         service: Name under which students find teachers: 1 to 128 letters, digits, `-`, `_` and `.`, with
             a letter or digit at both ends.
-        id: Unique within the service. Keep it across restarts if others should see the restarted process as the same
-            instance.
-        address: Host name or IP address at which others reach the process, or `unix:/path`. Not `0.0.0.0` or `::`.
-        port: TCP port, 1 to 65535; 0 for a Unix socket, and only for it.
+        id: Unique within the service. Keep the id across restarts if others should see the restarted process as the
+            same instance.
+        address: Host name or IP address at which others reach the process, or `unix:/path`. Must not be `0.0.0.0` or
+            `::`.
+        port: TCP port, 1 to 65535; must be 0 for a Unix socket.
         capacity: Relative weight in balancing: a teacher with 2.0 takes twice as many students as a teacher with 1.0.
             Positive and finite.
         state: "ready", or "draining" while the process finishes its work and takes no new work.
         model: Name of the served model in KServe v2 requests; empty if clients already know it.
-        tags: For users; at most 64 tags. In Consul, they are the service's tags.
-        meta: For users; at most 60 names. A name contains letters, digits, `-` and `_`, is not `model`, `capacity` or
-            `state`, and does not begin with `consul-` or `edl-`. In Consul, they are the service's metadata.
+        tags: For users; at most 64 tags. In Consul, these tags are the service's tags.
+        meta: For users; at most 60 names. A name contains only letters, digits, `-` and `_`, is not `model`, `capacity`
+            or `state`, and does not begin with `consul-` or `edl-`. In Consul, these entries are the service's
+            metadata.
     """
 
     service: str
@@ -94,13 +96,14 @@ class Snapshot:
         service: The service's name.
         instances: Instances with a live lease, sorted by id; every id appears once.
         rejected: Registrations that cannot be used, sorted by id.
-        stale: Empty while the registry answers. Otherwise the reason why it does not; `instances` are then the last
-            known instances. Instances that are missing in the first 5 s after an outage are also kept, with `stale`
-            set: the registry may have lost its data, so that these instances have yet to register again.
+        stale: Empty while the registry answers. Otherwise the reason why the registry does not answer; `instances` then
+            contains the last known instances. Instances that are missing in the first 5 s after an outage are also
+            kept, with `stale` set: the registry may have lost its data, and these instances may not have registered
+            again yet.
         lapsed: Instances whose lease expired without a deregistration, with the values that they registered last,
-            sorted by id. Such a process may be dead, or paused, or unable to reach the registry, or the registry may
-            not be writable. Only a request to the process itself shows whether it is alive. The registry forgets lapsed
-            instances after about a minute; a SQLite file that no process can write keeps them.
+            sorted by id. The process of a lapsed instance may be dead, paused, or unable to reach the registry, or the
+            registry may not be writable. Only a request to the process itself shows whether it is alive. The registry
+            forgets lapsed instances after about a minute, but a SQLite file that no process can write to keeps them.
         revoked: Ids of registered instances that a `BalanceGroup` assigned to this student before and has since taken
             away; empty without a group.
     """
@@ -114,7 +117,7 @@ class Snapshot:
 
 
 def is_service(name: object) -> bool:
-    """Return whether every registry accepts `name` for a service. Other programs may write invalid names there."""
+    """Return whether every registry accepts `name` for a service. Other programs may register invalid names."""
     return isinstance(name, str) and _SERVICE.fullmatch(name) is not None
 
 
@@ -123,7 +126,7 @@ def check_service(service: str) -> str:
     if not is_service(service):
         raise SettingsError(
             f"service {service!r}: a name has 1 to 128 letters, digits, '-', '_' and '.', and starts and ends with a"
-            " letter or digit (Consul's DNS knows letters, digits and '-' only)"
+            " letter or digit (Consul's DNS accepts only letters, digits and '-')"
         )
     return service
 
@@ -151,7 +154,7 @@ def to_json(instance: Instance) -> str:
 
 
 def from_json(service: str, name: str, text: str | bytes) -> Instance | Rejected:
-    """Return a record's instance, or the reason why it cannot be used; `name` replaces a missing id."""
+    """Return a record's instance, or the reason why the record cannot be used; `name` replaces a missing id."""
     fields: Any = None
     reason = f"{len(text):,} characters, more than {MAX_RECORD:,}"
     if len(text) <= MAX_RECORD:
@@ -167,7 +170,7 @@ def from_json(service: str, name: str, text: str | bytes) -> Instance | Rejected
 
 
 def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance | Rejected:
-    """Return the instance that the known `fields` describe, or the reason why it cannot be used."""
+    """Return the instance that the known `fields` describe, or the reason why the fields cannot be used."""
     try:
         if instance_id == "":
             raise ValueError("id is empty")
@@ -217,7 +220,8 @@ def _port(address: str, value: object) -> int:
         raise ValueError(f"port {value!r:.80} is not a whole number from 1 to 65535")
     if (value == 0) != address.startswith("unix:"):
         raise ValueError(
-            f"port {value} does not match address {address!r}: a unix: address has port 0, and no other address has"
+            f"port {value} does not match address {address!r}: a unix: address must have port 0, any other address a "
+            "port above 0"
         )
     return value
 
@@ -243,7 +247,7 @@ def _state(value: object) -> _State:
 
 def _tags(value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > MAX_TAGS:
-        raise ValueError(f"tags {value!r:.80} are not a list of at most {MAX_TAGS}")
+        raise ValueError(f"tags {value!r:.80} are not a list of at most {MAX_TAGS} tags")
     return tuple(_text("tag", tag) for tag in value)
 
 

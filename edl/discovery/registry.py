@@ -1,13 +1,13 @@
 """The registry of services: which processes offer which service, kept up to date by leases.
 
-`KeyRegistry` keeps services in any store. A registration consists of two keys under two leases: a record
-(`registry/SERVICE/records/CLAIM`, JSON) and a sign of life (`registry/SERVICE/alive/CLAIM`). The record remains for
-about a minute after the sign of life has expired. If both exist, the instance is live. If only the record exists, the
-instance has lapsed, but may still answer. CLAIM is a random name, so that closing a registration never removes its
-successor's.
+`KeyRegistry` keeps services in any store. A registration consists of two keys under two leases: a record in JSON
+(`registry/SERVICE/records/CLAIM`) and a sign of life (`registry/SERVICE/alive/CLAIM`). The record remains for about a
+minute after the sign of life has expired. If both exist, the instance is live. If only the record exists, the instance
+has lapsed, but may still answer. CLAIM is a random name, so that closing a registration never removes the keys of its
+successor.
 
-Consul has its own services, with a UI and DNS, so the registry in Consul is a subclass of `Registry` that overrides
-other methods. The rules for threads, forks, closing and deadlines are those for stores: see `edl.discovery.store`.
+Consul has its own services, which its UI and DNS show, so the registry in Consul is a separate subclass of `Registry`.
+For threads, forks, closing and deadlines, the same rules apply as for stores: see `edl.discovery.store`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ log = logging.getLogger("edl.discovery")
 
 ROOT: Final = "registry/"
 REMEMBERED_S: Final = 60.0
-"""How long an instance whose lease has expired is listed as lapsed. Consul keeps such an instance equally long."""
+"""How long an instance whose lease has expired is listed as lapsed. Consul keeps such an instance for the same time."""
 _RECORD_RENEWAL_S: Final = 15.0
-"""Shortest time between renewals of a record's lease. It need not be renewed with every sign of life."""
+"""Shortest time between renewals of a record's lease. This lease need not be renewed with every sign of life."""
 _ATTEMPTS: Final = 3
-"""How often to try to write a key: if its lease has expired, a new lease is used, which may expire too if the process
+"""Number of attempts to write a key: if its lease has expired, a new lease is used, which may expire too if the process
 stalls again."""
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Watch(Snapshots[Snapshot]):
 
 
 class InstanceClaim(abc.ABC):
-    """A registration in a backend, which lasts as long as it is renewed. Its methods may raise DiscoveryError."""
+    """A registration in a backend. It lasts as long as it is renewed. Its methods may raise DiscoveryError."""
 
     @abc.abstractmethod
     def announce(self, instance: Instance) -> None:
@@ -89,14 +89,15 @@ class _Update:
 class Registration(Resource):
     """An instance that a background thread keeps registered until it is closed.
 
-    The thread renews four times per lease length. If the lease ended (the process was paused, or the registry was
-    restarted or lost its memory), the thread registers again, with the values of `instance`. `close` deregisters. If
-    the registry does not answer at that time, a warning is logged, and the registration lapses.
+    The thread renews the lease four times per lease length. If the lease ended (the process was paused, or the registry
+    was restarted or lost its memory), the thread registers the instance again, with the values of `instance`. `close`
+    deregisters the instance. If the registry does not answer at that time, a warning is logged, and the registration
+    lapses.
 
     Args:
-        claim: Announced once in the constructor, so that an unreachable registry raises an error. Later only the thread
-            uses the claim, which keeps renewals and updates in order without a lock.
-        instance: The instance that others see.
+        claim: Announced once in the constructor, so that an unreachable registry raises an error. Later, only the
+            thread uses the claim; this keeps renewals and updates in order without a lock.
+        instance: The instance that other processes see.
         ttl_s: Seconds after the last renewal until the registration lapses.
     """
 
@@ -116,7 +117,7 @@ class Registration(Resource):
 
     @property
     def instance(self) -> Instance:
-        """The instance as it is registered, or will be as soon as the registry answers."""
+        """The instance as it is registered, or as it will be registered as soon as the registry answers."""
         return self._instance
 
     @property
@@ -134,8 +135,10 @@ class Registration(Resource):
             instance: The new values, with the same service and id.
 
         Raises:
-            SettingsError: A different service or id, or values that no registry could hold. Nothing has changed.
-            DiscoveryError: The registry cannot be reached. The new values are kept, and written as soon as possible.
+            SettingsError: The service or id is different, or the instance has values that no registry could hold.
+                Nothing has changed.
+            DiscoveryError: The registry cannot be reached. The new values are kept, and are written as soon as
+                possible.
             ClosedError: The registration is closed, or was closed during the call.
         """
         self._check()
@@ -192,8 +195,8 @@ class Registration(Resource):
         except DiscoveryError as exc:
             if not self._error:
                 log.warning(
-                    "%s/%s cannot be kept registered: %s. Connected students stay; %g s after the last renewal"
-                    " its registration counts as lapsed. Retrying until it works",
+                    "%s/%s cannot be kept registered: %s. Students that are connected stay connected. The registration"
+                    " lapses %g s after its last renewal. Retrying until this succeeds",
                     self._instance.service,
                     self._instance.id,
                     exc,
@@ -226,27 +229,29 @@ class Registration(Resource):
 class Registry(Resource):
     """Services and the processes that offer them; opened by `open_registry`.
 
-    A registry that cannot be reached is an error, never an empty answer. A registration that cannot be used is left out
-    of the instances and listed in `Snapshot.rejected`; it does not affect other registrations.
+    If the registry cannot be reached, methods raise an error; they never return an empty answer. A registration that
+    cannot be used is left out of the instances and listed in `Snapshot.rejected`; it does not affect other
+    registrations.
     """
 
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         """Register an instance, and keep it registered until the registration is closed.
 
-        Of two live registrations with the same service and id, others see the later one; closing either does not
-        affect the other.
+        If two live registrations have the same service and id, other processes see the later one. Closing one of the
+        two registrations does not affect the other one.
 
         Args:
-            instance: The instance that others see.
+            instance: The instance that other processes see.
             ttl_s: Seconds after the last renewal until the registration lapses, 0.5 to 86,400. If this process dies,
-                others see it as lapsed after about that time. (etcd counts whole seconds, rounded up.)
+                other processes see the instance as lapsed after about that time. (etcd counts whole seconds, rounded
+                up.)
 
         Returns:
-            The registration, which others see from now on.
+            The registration, which other processes see from now on.
 
         Raises:
             SettingsError: The instance has values that no registry could hold, or `ttl_s` is out of range.
-            DiscoveryError: The registry cannot be reached. Nothing is kept: register again.
+            DiscoveryError: The registry cannot be reached. The registration is not retried: register again.
         """
         self._check()
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
@@ -259,7 +264,7 @@ class Registry(Resource):
             raise
 
     def snapshot(self, service: str) -> Snapshot:
-        """Return the current instances of a service, with `stale` empty; none if there is no such service.
+        """Return the current instances of a service, with `stale` empty; no instances if there is no such service.
 
         Args:
             service: The service's name.
@@ -283,7 +288,8 @@ class Registry(Resource):
     def watch(self, service: str) -> Watch:
         """Return a watch of a service, with its own thread and connection.
 
-        Does not wait for the registry, and does not fail while it is unreachable: snapshots report that in `stale`.
+        The call does not wait for the registry, and does not fail while the registry is unreachable: snapshots report
+        this in `stale`.
 
         Args:
             service: The service's name.
@@ -346,8 +352,8 @@ class KeyRegistry(Registry):
 class _KeysClaim(InstanceClaim):
     """A record and its sign of life.
 
-    The sign is written before the record, and withdrawn after it: a sign without a record is ignored, while a record
-    without a sign would be listed as lapsed.
+    The sign of life is written before the record and withdrawn after the record: a sign without a record is ignored,
+    while a record without a sign would be listed as lapsed.
     """
 
     def __init__(self, store: Store, instance: Instance, ttl_s: float) -> None:
@@ -433,7 +439,7 @@ def _folder(service: str) -> str:
 
 
 def _parse(service: str, found: Iterable[Entry]) -> Snapshot:
-    """Sort a service's keys into instances, the last registered at the end."""
+    """Return the snapshot for a service's keys."""
     records: dict[str, Entry] = {}
     alive: dict[str, int] = {}
     for entry in found:
@@ -459,8 +465,8 @@ def build_snapshot(
 ) -> Snapshot:
     """Sort a registry's entries, given in the order of registration, into a snapshot.
 
-    If two have the same id, the later one counts. Draining instances whose lease has expired count as departed, and
-    invalid records whose lease has expired are dropped.
+    If two entries have the same id, the later entry counts. Draining instances whose lease has expired count as
+    departed, and invalid records whose lease has expired are dropped.
     """
     newest = {entry.id: entry for entry in found}
     over = {entry.id: entry for entry in lapsed if entry.id not in newest}
@@ -480,8 +486,8 @@ class ServiceView:
 
     While the registry cannot be reached, snapshots keep the last known instances. A registry that restarts may have
     lost its data, or may list all instances as lapsed until they renew. So snapshots also keep an instance that is
-    missing in the first `settle_s` after the outage, and are marked stale: a registry restart must not make every
-    student drop its teachers.
+    missing in the first `settle_s` after the outage, and these snapshots are marked stale: a registry restart must not
+    make every student drop its teachers.
     """
 
     def __init__(self, service: str, settle_s: float = 5.0) -> None:
@@ -494,7 +500,7 @@ class ServiceView:
 
     @property
     def recheck_at(self) -> float | None:
-        """When to call `answered` again even without a change, on the clock of its argument `now`; None for never."""
+        """When to call `answered` again even without a change, by the clock of its argument `now`; None for never."""
         return self._settled_at if self._last.stale else None
 
     def answered(self, snapshot: Snapshot, now: float) -> Snapshot:
@@ -515,7 +521,7 @@ class ServiceView:
             self._failing = True
             self._settled_at = None
             known = len(self._last.instances)
-            what = f"keeping the last known {known}" if known else "no instance is known yet"
+            what = f"keeping the last known instances ({known})" if known else "no instance is known yet"
             log.warning("service %s: %s: %s", self._service, what, reason)
         self._last = replace(self._last, stale=reason)
         return self._last
@@ -530,7 +536,7 @@ class ServiceView:
             self._service,
             tuple(sorted((*snapshot.instances, *missing), key=lambda entry: entry.id)),
             snapshot.rejected,
-            stale=f"after an outage, the registry lacks {len(missing)} instances: waiting for them to register again",
+            stale=f"after an outage, {len(missing)} instances are missing: waiting for them to register again",
             lapsed=tuple(entry for entry in snapshot.lapsed if entry.id not in kept),
         )
 

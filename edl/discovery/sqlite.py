@@ -1,9 +1,9 @@
-"""The store on a SQLite file: a row per lease and a row per key. No server is needed.
+"""Implements the store on a SQLite file: a row per lease and a row per key. No server is needed.
 
-Leases are measured with CLOCK_MONOTONIC, which all processes of a machine share and which cannot be set. It restarts at
-every boot, so opening the file ends the leases of an earlier boot. Lease ids are random: when a new file replaces an
-old one, an id from the old file must not be the id of another process's lease in the new file. Any process that may
-write to the file may register anything.
+Leases are measured with CLOCK_MONOTONIC, which all processes on a machine share and which cannot be set. This clock
+restarts at every boot, so opening the file ends the leases of an earlier boot. Lease ids are random: when a new file
+replaces an old one, an id from the old file must not be the id of another process's lease in the new file. Any process
+that can write to the file can register anything.
 
 A file that was removed or replaced, or that lost its `-wal`, is recreated, and all instances register again
 (`StoreFile`).
@@ -50,8 +50,8 @@ _TABLES: Final = Tables(
     error=lambda words, is_busy: DiscoveryError(words),
     remedy="stop its processes and remove the file (teachers and jobs register again), or name another file",
     elsewhere=(
-        "For one machine name a local file, such as EDL_DISCOVERY=sqlite:///var/tmp/NAME/edl.sqlite; for several"
-        " consul://host:8500 or etcd://host:2379"
+        "For one machine, name a local file, such as EDL_DISCOVERY=sqlite:///var/tmp/NAME/edl.sqlite; for several"
+        " machines, use consul://host:8500 or etcd://host:2379"
     ),
     pragmas=("synchronous = NORMAL", "foreign_keys = ON"),
 )
@@ -59,7 +59,7 @@ _MOST_IDLE: Final = 2
 """How many idle connections are kept open: one for the program's own thread, and one for renewals."""
 
 _POLL_S: Final = 0.1
-"""A process sees a change within this time; a check takes microseconds."""
+"""Interval between checks: a process sees a change within this time. A check takes microseconds."""
 
 # A lease that ends later than its length allows was granted before the clock restarted. A service's records stay
 # visible until a process writes: while no process can (a full disk), none can renew either, and students keep their
@@ -72,7 +72,7 @@ _VISIBLE: Final = (
 
 
 class SqliteStore(Store):
-    """See `Store`. A server of the store runs its own transactions in `file`."""
+    """See `Store`. A server of the store runs its own transactions on `file`."""
 
     def __init__(self, path: str, *, timeout_s: float = 5.0) -> None:
         super().__init__()
@@ -144,9 +144,9 @@ class SqliteStore(Store):
 
 
 class StoreFile(Resource):
-    """A file and its connections: each transaction has its own, so that none waits for the lock of another.
+    """A file and its connections: each transaction has its own connection, so none waits for another one's lock.
 
-    With `lazy`, the file is opened on first use, and any problem with it then raises DiscoveryError.
+    With `lazy`, the file is opened on first use, and any problem with the file then raises DiscoveryError.
 
     Raises:
         SettingsError: The file cannot be created or written, is damaged, or is not EDL's.
@@ -166,7 +166,7 @@ class StoreFile(Resource):
     def write(
         self, before: Callable[[sqlite3.Connection], object] = lambda connection: None
     ) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that writes. It calls `before`, then deletes expired leases."""
+        """Run a transaction that writes. The transaction first calls `before`, then deletes expired leases."""
         with self._transaction(reads=False) as connection:
             before(connection)
             over = "expires <= :now OR expires > :now + ttl_s"
@@ -178,15 +178,15 @@ class StoreFile(Resource):
     def read(self) -> Iterator[sqlite3.Connection]:
         """Run a transaction that reads the state as of its beginning, possibly with expired leases.
 
-        Read the clock inside this transaction. Compared with an earlier time, a lease that was renewed in between would
-        seem to end later than it can.
+        Read the clock inside this transaction. If the clock is read before, a lease that is renewed in between seems to
+        end later than it can.
         """
         with self._transaction(reads=True) as connection:
             connection.execute("SELECT revision FROM state").fetchone()  # SQLite begins at the first read
             yield connection
 
     def data_version(self) -> tuple[int, SqliteFile, int]:
-        """Return a value that changes when another connection writes or the file is replaced; cheap."""
+        """Return a value that changes when another connection writes or the file is replaced. This call is cheap."""
         self._check()
         with self._taken() as file, file.translated():
             return self._replaced, file, file.sqlite.execute("PRAGMA data_version").fetchone()[0]
@@ -208,7 +208,7 @@ class StoreFile(Resource):
             self._give(file)
 
     def _take(self) -> SqliteFile:
-        """Return an idle connection; a new connection if there is none, or the file was removed or replaced."""
+        """Return an idle connection; a new connection if none is idle, or if the file was removed or replaced."""
         with contextlib.suppress(IndexError):
             while True:
                 file = self._idle.pop()

@@ -1,19 +1,19 @@
-"""A store: small state that processes share, with leases, compare-and-set, watches and elections.
+"""Stores: small state that processes share, with leases, compare-and-set, watches and elections.
 
 A backend subclasses `Store` and implements its seven abstract methods, from `grant` to `follow`. Argument checks, lease
-renewal, watches and elections are the same for all stores. `tests/fast/discovery/conformance` checks the promises
-below.
+renewal, watches and elections are the same for all stores. The tests in `tests/fast/discovery/conformance` check the
+promises below.
 
 These rules apply to every class below, unless a method says otherwise:
 
 - **Threads.** All methods are thread-safe.
 - **Forks.** A child of the process that opened the object must not use it: methods raise `ClosedError`, and `close`
   does nothing, so that the child ends neither the parent's leases nor its connections.
-- **Closing.** `close` of a store first closes its leases, watches and elections. After `close`, methods raise
+- **Closing.** Closing a store first closes its leases, watches and elections. After `close`, methods raise
   `ClosedError`, unless a method documents a return value for that case.
-- **Deadlines.** A call that queries the store raises `DiscoveryError` after about the `timeout_s` of `open_store` (5 s
-  by default) without an answer. Other calls wait only if they have their own `timeout_s`.
-- **Impossible values**, which no store could hold, raise `SettingsError` before any request to the store.
+- **Deadlines.** A call that queries the store raises `DiscoveryError` if the store has not answered after about the
+  `timeout_s` of `open_store` (5 s by default). Other calls wait only if they have their own `timeout_s`.
+- **Impossible values.** Values that no store could hold raise `SettingsError` before any request to the store.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_KEY_CHARS: Final = 512
 RENEWALS: Final = 4
 """Renewals per lease length: three may fail before the lease expires."""
 _RETRY_S: Final = 0.5
-"""The longest wait before a failed renewal is retried, so that all recover soon after a store restarts."""
+"""The longest wait before a failed renewal is retried, so that all leases recover soon after a store restarts."""
 _CAMPAIGN_S: Final = 0.2
 """Wait after a failed attempt to lead. It is short because a job without a leader stalls, and an attempt sends only
 three small requests."""
@@ -79,7 +79,7 @@ def _check_text(text: str) -> str:
 
 
 def retry_s(ttl_s: float) -> float:
-    """Return how long to wait after a failed renewal of a lease with this length."""
+    """Return how many seconds to wait after a failed renewal of a lease with this length."""
     return min(ttl_s / RENEWALS / 2, _RETRY_S)
 
 
@@ -94,9 +94,9 @@ class Entry:
 
     Attributes:
         key: The key in the form in which it was written.
-        value: Its value, up to 256 KiB.
+        value: The key's value, up to 256 KiB.
         version: The number that `Store.compare_and_set` and `Store.delete` compare, at least 1. Every write in a store
-            gets a larger version than all earlier writes to any key, until the store loses its data.
+            gets a larger version than all earlier writes to any key, unless the store loses its data.
     """
 
     key: str
@@ -112,9 +112,9 @@ class StoreSnapshot:
     """All entries under a prefix at one moment.
 
     Attributes:
-        entries: The entries by key. Complete: a key that is missing did not exist.
-        stale: Empty while the store answers. Otherwise the reason why it does not; `entries` are then the last known
-            entries (none if the store has not answered yet).
+        entries: The entries by key. This mapping is complete: a key that is missing did not exist.
+        stale: Empty while the store answers. Otherwise the reason why it does not answer; `entries` then contains the
+            last known entries (none if the store has not answered yet).
     """
 
     entries: Entries
@@ -125,8 +125,8 @@ class StoreWatch(FollowedWatch[Entries, StoreSnapshot]):
     """Snapshots of a prefix as it changes.
 
     - The first `get` returns the current state as soon as the store has answered, even if that state is empty.
-    - A change is seen within about 0.2 s of the write on a store that answers. Changes are not queued: a watcher that
-      falls behind gets the newest snapshot, and does not see a change that was undone before its call of `get`. A key
+    - If the store answers, a change is seen within about 0.2 s after the write. Changes are not queued: a caller that
+      falls behind gets the newest snapshot, and does not see a change that was undone before it called `get`. A key
       that is deleted and written again has a new version.
     - Snapshots follow the order of writes: no snapshot shows an older state than the previous snapshot, unless the
       store has lost its data.
@@ -148,11 +148,11 @@ class StoreWatch(FollowedWatch[Entries, StoreSnapshot]):
 
 
 class Claim(abc.ABC):
-    """A lease in a backend, which lasts only while it is renewed. Its methods may raise DiscoveryError.
+    """A lease in a backend. It lasts only while it is renewed. Its methods may raise DiscoveryError.
 
     Attributes:
-        granted: A monotonic time just before the lease was granted, so that it expires earlier by the holder's clock
-            than by the backend's.
+        granted: A monotonic time just before the lease was granted, so that the lease expires earlier by the holder's
+            clock than by the backend's clock.
     """
 
     def __init__(self) -> None:
@@ -170,9 +170,9 @@ class Claim(abc.ABC):
 class Lease(Resource):
     """A sign of life that keys can belong to, renewed by a background thread until it is closed.
 
-    The thread renews four times per lease length, so three renewals in a row may fail. `close` ends the lease at once
-    and deletes its keys. If the store does not answer at that time, a warning is logged, and the lease expires by
-    itself.
+    The thread renews the lease four times per lease length, so three renewals in a row may fail. `close` ends the lease
+    at once and deletes its keys. If the store does not answer at that time, a warning is logged, and the lease expires
+    by itself.
 
     Args:
         claim: The claim that the backend has just granted.
@@ -191,11 +191,11 @@ class Lease(Resource):
 
     @property
     def lost(self) -> bool:
-        """Whether the lease, and its keys with it, has expired or may have.
+        """Whether the lease, and with it the lease's keys, has expired or may have expired.
 
-        Uses only this process's clock, and sends no request. The holder counts from its request for a renewal, the
-        store from its answer, so the holder is the first to notice that the lease has expired. Once True, the value
-        stays True, even after the whole process was paused; get a new lease then. True after `close`.
+        Uses only this process's clock, and sends no request. The holder counts from its request for a renewal, and the
+        store counts from its answer, so the holder is the first to notice that the lease has expired. Once the value is
+        True, it stays True, even after the whole process was paused; get a new lease then. True after `close`.
         """
         if not self._closed:
             self._check_process()
@@ -206,7 +206,7 @@ class Lease(Resource):
 
     @property
     def late_at(self) -> float:
-        """When a renewal was last late, by `time.monotonic()`: -inf if never, the current time while one is late.
+        """When a renewal was last late, by `time.monotonic()`: -inf if never, the current time while a renewal is late.
 
         A renewal is late if it follows the previous one by more than half the lease length. The cause of the delay,
         such as an unreachable store or a stalled machine, may also have ended the leases of other live processes.
@@ -253,12 +253,12 @@ class Election(Resource):
     """A candidate for a name; at most one candidate leads at a time.
 
     A background thread campaigns: it creates the key `elections/NAME` under its own lease whenever that key does not
-    exist. A candidate that lost its lease campaigns again by itself, even after an outage of the store. On `close`, the
-    candidate steps down, and another candidate leads within about a second if the store answers.
+    exist. A candidate that has lost its lease campaigns again by itself, even after an outage of the store. On `close`,
+    the candidate steps down, and another candidate leads within about a second if the store answers.
 
     Args:
         store: The store in which the candidates compete.
-        name: The name that they compete for.
+        name: The name that the candidates compete for.
         value: Tells others which candidate leads.
         ttl_s: Length of the candidate's lease in seconds.
     """
@@ -280,9 +280,10 @@ class Election(Resource):
     def is_leader(self) -> bool:
         """Whether this candidate leads now; sends no request.
 
-        False from the moment its lease may have expired, before any other candidate can lead. Check it before every
-        write that only a leader may make. A write that takes longer than the rest of the lease may still arrive after
-        another candidate has become the leader, so use `compare_and_set` for such writes. False after `close`.
+        The value is False from the moment when this candidate's lease may have expired, before any other candidate can
+        lead. Check it before every write that only a leader may make. A write that takes longer than the rest of the
+        lease may arrive after another candidate has become the leader, so use `compare_and_set` for such writes. The
+        value is False after `close`.
         """
         if not self._closed:
             self._check_process()
@@ -374,11 +375,11 @@ class Store(Resource, abc.ABC):
     slash; all keys begin with the empty prefix. EDL keeps elections below `elections/`, and on all stores but Consul
     its registry of services below `registry/`.
 
-    A key that was written with a lease belongs to this lease. While the lease is live, only a write with the same lease
+    A key that was written with a lease belongs to that lease. While the lease is live, only a write with the same lease
     can change the key. When the lease ends, the key is deleted. Any process may delete the key.
 
-    Every write is atomic, and a read that begins after a write returned sees it, from any process. (Consul, while it
-    elects a new leader, may answer a read with a slightly older state.)
+    Every write is atomic, and a read that begins after a write has returned sees this write, from any process. (While
+    Consul elects a new leader, it may answer a read with a slightly older state.)
 
     A write that raises `DiscoveryError` may or may not have happened: read the key, or use `compare_and_set`.
     """
@@ -411,7 +412,7 @@ class Store(Resource, abc.ABC):
         return self.read(check_key(key))
 
     def list(self, prefix: str) -> list[Entry]:
-        """Return the entries of all keys under a prefix at one moment, sorted by key; empty if there are none.
+        """Return the entries of all keys under a prefix at one moment, sorted by key; empty if there are no keys.
 
         Args:
             prefix: The beginning of the keys.
@@ -423,11 +424,11 @@ class Store(Resource, abc.ABC):
         return [*self.read_all(check_prefix(prefix))]
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> Entry:
-        """Set a key, whether it exists or not.
+        """Set a key, whether or not it exists.
 
         Args:
             key: The key.
-            value: Its new value.
+            value: The new value of the key.
             lease: A lease of this store that the key will belong to; None for a key that stays until deleted.
 
         Returns:
@@ -449,9 +450,9 @@ class Store(Resource, abc.ABC):
 
         Args:
             key: The key.
-            value: Its new value.
-            version: The version the key must have; None if the key must not exist.
-            lease: As for `put`.
+            value: The new value of the key.
+            version: The version that the key must have; None if the key must not exist.
+            lease: A lease of this store that the key will belong to; None for a key that stays until deleted.
 
         Returns:
             The new entry; None, with nothing written, if the key's version is not `version`.
@@ -490,7 +491,7 @@ class Store(Resource, abc.ABC):
 
         Args:
             key: The key.
-            version: The version the key must have; None for any.
+            version: The version that the key must have; None for any version.
 
         Returns:
             Whether the key existed at that version, and was deleted.
@@ -505,7 +506,8 @@ class Store(Resource, abc.ABC):
     def watch(self, prefix: str) -> StoreWatch:
         """Return a watch of all keys under a prefix, with its own thread.
 
-        Does not wait for the store, and does not fail while it is unreachable: snapshots report that in `stale`.
+        The call does not wait for the store, and does not fail while the store is unreachable: snapshots report this in
+        `stale`.
 
         Args:
             prefix: The beginning of the keys.
@@ -517,10 +519,10 @@ class Store(Resource, abc.ABC):
         """Campaign for a name in the background, until the election is closed. Does not wait for the store.
 
         Args:
-            name: The name that the candidates compete for; must be a legal key.
+            name: The name that the candidates compete for; must be a valid key.
             value: Tells others which candidate leads.
-            ttl_s: Seconds after which another candidate may lead if the leader dies; the same limits apply as in
-                `lease`.
+            ttl_s: Seconds after which another candidate may lead if the leader dies; the limits are those of
+                `Store.lease`.
 
         Returns:
             The election, in which this process is a candidate from now on.
@@ -535,7 +537,7 @@ class Store(Resource, abc.ABC):
         """Return a new lease in the backend; after each renewal, it lasts `ttl_s` seconds.
 
         Args:
-            ttl_s: Its length.
+            ttl_s: Length of the lease in seconds.
         """
 
     @abc.abstractmethod
@@ -569,7 +571,7 @@ class Store(Resource, abc.ABC):
         Args:
             key: The key.
             value: Its value.
-            expected: The version that the key must have; 0 if it must not exist, None for any.
+            expected: The version that the key must have; 0 if the key must not exist, None for any version.
             claim: The lease that the key will belong to; None for no lease.
 
         Returns:
@@ -586,14 +588,14 @@ class Store(Resource, abc.ABC):
 
         Args:
             key: The key.
-            version: The version that the key must have; None for any.
+            version: The version that the key must have; None for any version.
 
         Returns:
-            Whether it existed at that version, and was deleted.
+            Whether the key existed at that version, and was deleted.
         """
 
     def series(self) -> Iterable[tuple[str, Sequence[Mapping[str, float]]]]:
-        """Read the metrics of the last hours, which an `edl store` process keeps; other stores have no metrics.
+        """Read the metrics that an `edl store` process has kept for the last hours; other stores have no metrics.
 
         Returns:
             Names of series, each with its points, oldest first. A point maps fields to values; the field "t" is the

@@ -45,7 +45,7 @@ class StoreUrl:
 
     @classmethod
     def parse(cls, url: str) -> StoreUrl:
-        """Parse a URL; raise ValueError if no store can be there. The message contains no password, token or query."""
+        """Parse a URL; raise ValueError if it cannot be a store's. The message contains no password, token or query."""
         parts = urlsplit(url)
         scheme = parts.scheme
         if scheme == "kubernetes":
@@ -73,10 +73,10 @@ class StoreUrl:
 
 
 def identify_store(url: str) -> str:
-    """Return the same text for all spellings of a store's URL; text that is no such URL is returned unchanged.
+    """Return the same text for all spellings of a store's URL; text that is not a store's URL is returned unchanged.
 
-    This ignores differences in the case of a host, an explicit default port, the order of etcd's members, a slash at
-    the end, and characters that `urlsplit` drops. Hosts are not resolved, and URLs that contain different members of an
+    The result does not depend on the case of a host, an explicit default port, the order of etcd's members, a slash at
+    the end, or characters that `urlsplit` drops. Hosts are not resolved, and URLs that contain different members of an
     etcd cluster are not recognized as the same store.
     """
     try:
@@ -97,7 +97,7 @@ def find_mistake(url: str) -> str:
 
 
 def identify_server(scheme: str, member: str) -> str:
-    """Return host and port of a store's server in one spelling; raise ValueError if `member` has no host."""
+    """Return the host and port of a store's server in one spelling; raise ValueError if `member` has no host."""
     return _joined(scheme, *_server(member))
 
 
@@ -116,7 +116,7 @@ def _joined(scheme: str, host: str, port: int | None) -> str:
 
 
 def servers_of(url: str) -> list[tuple[str, int | None]]:
-    """Return the hosts of the servers in a URL, with ports where given; no servers for a file."""
+    """Return the hosts of the servers in a URL, with their ports if the URL gives them; no servers for a file."""
     parts = urlsplit(url)
     each = (urlsplit(f"//{member}") for member in parts.netloc.split(","))
     return [(member.hostname, member.port) for member in each if member.hostname]

@@ -14,13 +14,13 @@ from edl.settings import Credentials
 def open_registry(url: str, *, timeout_s: float = 5.0, credentials: Credentials | None = None) -> Registry:
     """Open the registry that `url` names.
 
-    A registry is kept in the store at the URL, and is opened with the same arguments as in `open_store`. In Consul,
-    services are Consul's own, with a health check, so its UI and its DNS show them.
+    A registry is kept in the store at the URL, and is opened with the same arguments as `open_store`. In Consul,
+    services are Consul's own services with a health check, so Consul's UI and DNS show them.
 
     Args:
         url: Location of the registry.
         timeout_s: Seconds that a request may take before it fails.
-        credentials: As for `open_store`.
+        credentials: Credentials for the store, as in `open_store`.
 
     Returns:
         The registry, which the caller closes.
@@ -41,11 +41,11 @@ def open_registry(url: str, *, timeout_s: float = 5.0, credentials: Credentials 
 def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | None = None) -> Store:
     """Open the store that `url` names. Opening a store on a server sends no request.
 
-    - `sqlite:///absolute/path`: a file, for all processes of a machine; created if missing, with its folder.
+    - `sqlite:///absolute/path`: a file, for all processes on a machine. The file and its folder are created if missing.
     - `edl://host:port`: a store that another process serves (`edl store`, or an agent of `edl run --rdzv-endpoint`).
     - `consul://host:port`: a Consul agent, preferably the local one; `consul+https://` speaks TLS. The token and
       certificates come from Consul's own variables (`CONSUL_HTTP_TOKEN`, `CONSUL_CACERT`, ...), never from the URL,
-      which is logged. All keys are in the folder `edl/`.
+      which is logged. All keys are in Consul's folder `edl/`.
     - `etcd://host:port,host2:port`: members of an etcd cluster; the first that answers is used. `etcd+https://`
       speaks TLS. User and certificates come from the variables of etcd's own command line (`ETCDCTL_USER`,
       `ETCDCTL_PASSWORD`, `ETCDCTL_CACERT`, ...). All keys are below `edl/store/`.

@@ -19,19 +19,19 @@ from edl.notifier import Notifier
 from edl.resource import Resource
 
 QUERY_S = 10.0
-"""How long a server may hold a blocking query. If the server hangs, a watch notices after this time plus a request's
-timeout."""
+"""How long a server may hold a blocking query. If the server hangs, a watch notices this after the query's time plus a
+request's timeout."""
 _FIRST_RETRY_S: Final = 0.2
 _LAST_RETRY_S: Final = 1.0
-"""Waits after the first failure and after many failures: a watch finds a restarted server within a second, with one
-request."""
+"""Longest wait after a failure (`_FIRST_RETRY_S` is the first): a watch finds a restarted server within a second, and
+sends one request per wait."""
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class Snapshots(Resource, abc.ABC, Generic[S]):
-    """Snapshots of a changing state, until this is closed."""
+    """Snapshots of a changing state, until this object is closed."""
 
     @abc.abstractmethod
     def get(self, timeout_s: float | None = None) -> S | None:
@@ -62,7 +62,7 @@ class Follower(abc.ABC, Generic[T]):
         """Return the state: at once on the first call and after an error, otherwise when the state may have changed.
 
         Args:
-            wait_s: Seconds after which to return in any case; None for whatever suits the backend.
+            wait_s: Seconds after which to return in any case; None to let the backend choose.
 
         Raises:
             DiscoveryError: The backend does not answer.
@@ -80,7 +80,7 @@ def query_wait_s(wait_s: float | None) -> float:
 
 
 class FollowedWatch(Snapshots[S], Generic[T, S]):
-    """Keeps only the newest snapshot: a slow reader skips snapshots, and never delays the following thread.
+    """Keeps only the newest snapshot: a slow reader skips snapshots, and never delays the thread that follows.
 
     `answered` turns a state into a snapshot; `failed` turns the reason for a failure into a snapshot. `recheck_at`
     returns the monotonic time at which `answered` must be called again even without a change. The follower is closed

@@ -1,9 +1,9 @@
-"""Access checks of HTTP servers: the name in the Host header, and tokens.
+"""Checks access to HTTP servers: the name in the Host header, and tokens.
 
-A website can make a browser send requests to a server that requires no token. A page from any site may send requests to
-127.0.0.1 (they carry `Origin`). A site may also rebind its own name to that address (DNS rebinding), so that the
-browser treats the site and the server as one site. Then the Host header contains the site's name. An IP address is not
-a name and cannot be rebound.
+A website can make a browser send requests to a server that requires no token. A page from any site can send requests to
+127.0.0.1 (these requests contain `Origin`). A site can also rebind its own name to that address (DNS rebinding), so
+that the browser treats the site and the server as one site. Then the Host header contains the site's name. An IP
+address is not a name and cannot be rebound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edl.protocol.tls import CredentialFiles
 
 
 class HostCheck:
-    """Checks whether a Host header is for this server or in `allowed`. `local`: this server is on loopback only."""
+    """Checks whether a Host header names this server or is in `allowed`. `local`: the server is on loopback only."""
 
     def __init__(self, local: bool, allowed: Iterable[str] = ()) -> None:
         self._local = local
@@ -42,8 +42,8 @@ class HostCheck:
 class TokenCheck:
     """Checks whether a request contains a currently valid token; changed token files are read again.
 
-    Programs send `Bearer TOKEN`. A browser asked for `Basic` credentials (RFC 7617) sends a token as the password, with
-    any user name.
+    Programs send `Bearer TOKEN`. If a browser is asked for `Basic` credentials (RFC 7617), it sends a token as the
+    password, with any user name.
     """
 
     def __init__(self, files: CredentialFiles) -> None:

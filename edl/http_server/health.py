@@ -23,24 +23,25 @@ from edl.background import start_call
 from edl.errors import SettingsError
 
 _MOST_CONNECTIONS: Final = 16
-"""Most open connections, each with its own thread. If there are more, the oldest connection is closed: a request takes
-only milliseconds."""
+"""Maximum number of open connections, each of which has its own thread. If there are more connections, the oldest is
+closed: a request takes only milliseconds."""
 _SILENCE_S: Final = 10.0
-"""A connection is closed after this long without data. Prometheus itself gives up after 10 s by default."""
+"""A connection is closed after this time without data. By default, Prometheus gives up after 10 s."""
 _CLOSE_LOOK_S: Final = 0.05
-"""How often the thread checks whether to end: a drained teacher waits this long before it frees its GPU."""
+"""Interval between the thread's checks of whether to end: a drained teacher waits up to this long before it frees its
+GPU."""
 
 CheckPath: TypeAlias = Literal["/livez", "/readyz"]
 
 
 class HealthChecks:
-    """Checks of whether a process is alive, and whether it is ready. A path without checks counts as passed."""
+    """Checks whether a process is alive, and whether it is ready. A path without checks counts as passed."""
 
     def __init__(self) -> None:
         self._checks: dict[str, dict[str, Callable[[], str]]] = {"/livez": {}, "/readyz": {}}
 
     def add(self, path: CheckPath, name: str, check: Callable[[], str]) -> None:
-        """Add or replace a check. It is called in another thread for each request, and returns "" or a reason."""
+        """Add or replace a check, which is called in another thread for each request, and returns "" or a reason."""
         self._checks[path] = {**self._checks[path], name: check}
 
     def answer(self, path: str) -> tuple[bool, str] | None:
@@ -55,9 +56,9 @@ class HealthChecks:
 
 
 class HealthServer:
-    """Answers `/livez`, `/readyz` and `/metrics` over HTTP until `close`; `api` is a WSGI application below `/v2`.
+    """Answers `/livez`, `/readyz` and `/metrics` over HTTP until `close`; `api` is the WSGI application for `/v2`.
 
-    Port 0 stands for any free port. Raises SettingsError if the server cannot listen on the address.
+    Port 0 means any free port. Raises SettingsError if the server cannot listen on the address.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _SILENCE_S
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer an invalid request with JSON, like the API, instead of the base class's HTML."""
+        """Answer an invalid request with JSON, as the API does, instead of the base class's HTML."""
         text = message or HTTPStatus(code).phrase
         body = json.dumps({"error": f"{text}: {explain}" if explain else text}).encode()
         self.send_response(code, HTTPStatus(code).phrase)

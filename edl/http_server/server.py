@@ -31,22 +31,23 @@ from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, context_for, load_p
 _SILENCE_S: Final = 10.0
 """Time within which a request must arrive on a new connection: a browser sends it immediately, or reconnects."""
 _START_S: Final = 30.0
-"""Timeout for starting to listen: it takes milliseconds, unless the host's name needs a DNS that does not respond."""
+"""Timeout for starting to listen: this takes milliseconds, unless the host's name needs a DNS server that does not
+respond."""
 STOP_S: Final = 5.0
 """Time for open connections to finish when a server stops."""
 _KEEPALIVE_S: Final = 75.0
-"""How long a connection may be idle between requests: browsers keep idle connections about as long."""
+"""How long a connection may be idle between requests: browsers keep idle connections for about this time."""
 _BACKLOG: Final = 128
 """Maximum number of connections waiting to be accepted."""
 _REMEDIES: Final = {
     errno.EADDRINUSE: "choose another --port, or 0 for a free port",
-    errno.EADDRNOTAVAIL: "this machine has no such address; 127.0.0.1 is for this machine, 0.0.0.0 for others too",
+    errno.EADDRNOTAVAIL: "this machine has no such address; use 127.0.0.1 for this machine, 0.0.0.0 for others too",
     errno.EACCES: "a port above 1023 needs no privileges",
 }
 
 
 class _Connections:
-    """Creates a protocol per connection, at most `most` or half the open-file limit; closes silent connections."""
+    """Creates a protocol for each of at most `most` connections (or half the open-file limit); closes silent ones."""
 
     server: web.Server
 
@@ -56,14 +57,14 @@ class _Connections:
         self._heard: set[asyncio.BaseProtocol] = set()  # those that have sent a request
 
     async def note_request(self, request: web.BaseRequest, _: web.StreamResponse | None = None) -> None:
-        """Note that a request's connection is not silent, at the latest before its response is sent."""
+        """Record that a connection is not silent; called for each request, at the latest before its response."""
         self._heard.add(request.protocol)
 
     @web.middleware
     async def note_early(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Note a request before it is handled."""
+        """Record a request before it is handled."""
         await self.note_request(request)
         return await handler(request)
 
@@ -95,8 +96,8 @@ class _RefusedConnection(asyncio.Protocol):
 class AppServer(abc.ABC):
     """Serves an application in its own thread, from `start` until `close`.
 
-    With `port` 0, the server chooses a free port; the attribute contains it after `start`. Without `credentials`, it
-    serves plain HTTP.
+    With `port` 0, the server chooses a free port; after `start`, the attribute `port` contains the chosen port. Without
+    `credentials`, it serves plain HTTP.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class AppServer(abc.ABC):
 
     @abc.abstractmethod
     async def serve(self) -> None:
-        """Create the application, await `run_app`, and clean up. Runs in the thread."""
+        """Create the application, await `run_app`, and clean up. Runs in the server's thread."""
 
     def start(self) -> None:
         """Start to listen (call this once); raise SettingsError if the server cannot listen on the address."""

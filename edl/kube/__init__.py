@@ -1,4 +1,4 @@
-"""A general client of the Kubernetes API: objects as plain JSON, with deadlines and EDL's errors.
+"""A general client for the Kubernetes API: objects as plain JSON, with deadlines and EDL's errors.
 
 If the API server cannot answer, calls raise an error; they never report "not found".
 

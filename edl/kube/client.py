@@ -1,4 +1,4 @@
-"""The verbs of the API: get, list, create, apply, patch, delete, scale, logs."""
+"""The verbs of the Kubernetes API: get, list, create, apply, patch, delete, scale, logs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _PAGE: Final = 500  # as in kubectl: a few megabytes of pods
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
-"""Names, checked before they become part of a path: a DELETE without a name deletes all objects, and a group that
-contains a slash leads to objects that the author of a resource may not touch."""
+"""Pattern of valid names, which are checked before they become part of a path: a DELETE without a name deletes all
+objects, and a group that contains a slash leads to objects that the author of a resource may not access."""
 _WATCH_GRACE_S: Final = 20.0  # silence past its planned end after which a watch's connection counts as dead
 
 
@@ -33,10 +33,10 @@ class KubeClient(Connection):
 
     Besides its own errors, every method raises KubernetesError if the server cannot be reached or does not answer in
     time; AccessDeniedError if the caller lacks permission; InvalidObjectError if the server refuses the object or does
-    not serve the kind; ClosedError after `close`. A namespace of None means the client's own.
+    not serve its kind; and ClosedError after `close`. A namespace of None means the client's default namespace.
 
     Args:
-        settings: cluster and user; None for those in the kubeconfig or of the pod.
+        settings: cluster and user; None for the cluster and user of the kubeconfig or of the pod.
         on_answer: called after each request, for metrics, with the call and the status code (0 if there was no
             response).
 
@@ -85,12 +85,12 @@ class KubeClient(Connection):
             query["continue"] = metadata["continue"]
 
     def create(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
-        """Create an object; return it as stored. ConflictError if it exists, QuotaExceededError if over quota."""
+        """Create an object; return it as stored. ConflictError if it exists, QuotaExceededError for a full quota."""
         call = self._call("create", kind, namespace, obj["metadata"]["name"])
         return self._request(call, "POST", {}, self._encode(kind, obj))
 
     def apply(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
-        """Create an object, or update its fields by server-side apply; return it as stored. QuotaExceededError if full.
+        """Create an object, or update its fields by server-side apply; return it. QuotaExceededError for a full quota.
 
         Fields that EDL applied earlier and now omits are removed. If another manager set a field that EDL applies, EDL
         becomes the field's manager.
@@ -108,7 +108,7 @@ class KubeClient(Connection):
         *,
         subresource: str = "",
     ) -> Object | None:
-        """Change fields by a merge patch (RFC 7386), in which None removes a field; return None if there is no object.
+        """Change fields by a merge patch (RFC 7386); None removes a field. Return None if the object does not exist.
 
         Raises ConflictError if the patch contains a `metadata.resourceVersion` that is no longer the object's version.
         """
@@ -147,11 +147,11 @@ class KubeClient(Connection):
         timestamps: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[bytes]:
-        """Yield a container's log in chunks, which may end within a line. InvalidObjectError if it has not started.
+        """Yield a container's log in chunks, which may split lines. InvalidObjectError if it has not started.
 
-        `follow` continues until the container ends; `since_time` has the format of `format_time`; `timestamps` starts
-        each line with its time. The log ends after `deadline_s`. If the node vanishes, the log ends with an error after
-        a minute.
+        With `follow`, the log continues until the container ends; `since_time` has the format of `format_time`; with
+        `timestamps`, each line starts with its time. The log ends after `deadline_s`. If the node vanishes, the log
+        ends with an error after a minute.
         """
         call = self._call("get", PODS, None, pod, "log")
         flags = {"follow": follow, "timestamps": timestamps}
@@ -174,7 +174,7 @@ class KubeClient(Connection):
         selectors: Mapping[str, str],
         length_s: int,
     ) -> Stream:
-        """Start streaming changes to `KubeWatch` as lines of JSON, until the server ends the watch after `length_s`."""
+        """Start streaming changes, for `KubeWatch`, as lines of JSON; the server ends the stream after `length_s`."""
         query = {
             **selectors,
             "watch": "true",
@@ -186,7 +186,7 @@ class KubeClient(Connection):
         return self.stream(call, query, length_s + _WATCH_GRACE_S, begins_at_once=True)
 
     def has_resource(self, kind: ResourceType) -> bool:
-        """Return whether the server serves a kind of objects, of a group other than the core."""
+        """Return whether the server serves a kind of objects, which is in a group other than the core group."""
         api_version = f"{_checked(kind.group)}/{_checked(kind.version)}"
         call = Call("get", f"the resources of {api_version}", kind.group, path=f"/apis/{api_version}")
         try:

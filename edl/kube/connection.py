@@ -1,4 +1,4 @@
-"""Requests to the API server, with deadlines, and with credentials that are reloaded when they change.
+"""Sends requests to the API server, with deadlines, and with credentials that are reloaded when they change.
 
 The official client reads the credentials from a kubeconfig or a pod's service account; kubeconfig fields that it
 ignores are handled here. `ServerClock` learns the server's time from responses.
@@ -41,7 +41,7 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
     """Fill in a configuration from a kubeconfig; return the context's namespace, empty if it has none.
 
     `path` may list several files, as KUBECONFIG does; an empty `path` means `~/.kube/config`. An empty `context` means
-    the current one. If there is no terminal, a plugin has `plugin_s` seconds to provide credentials.
+    the current context. If there is no terminal, a plugin has `plugin_s` seconds to provide credentials.
 
     Raises SettingsError if the kubeconfig needs an unsupported feature, or if its plugin fails; a malformed file may
     raise any Exception.
@@ -91,16 +91,17 @@ def _entry(merged: Any, kind: str, name: Any) -> Mapping[str, Any]:
 
 _AGREEING: Final = 3  # consecutive responses before they count: a single one may be a proxy's
 _NEAR_S: Final = 2.0
-"""Tolerance: smaller differences count as agreement. A `Date` header has whole seconds, and a response takes time."""
+"""Tolerance: smaller differences count as agreement. A `Date` header contains whole seconds, and a response takes
+time."""
 _SLOWEST_S: Final = 5.0  # a response that took longer says too little about the time
 _LARGEST_SKEW_S: Final = 86400.0  # with a clock so wrong, certificates and tokens would not be valid
 
 
 class ServerClock:
-    """Tells the time by the API server's clock, which timestamps objects, from its `Date` headers. Thread-safe.
+    """Tells the API server's time, by which objects are timestamped, from its `Date` headers. Thread-safe.
 
-    Deadlines that end or delete a job use this time. It is therefore corrected only if three consecutive responses
-    agree, and are within a day of this machine's clock.
+    Deadlines that end or delete a job use this time. The time is therefore corrected only if the `Date` headers of
+    three consecutive responses agree, and are within a day of this machine's clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -114,7 +115,7 @@ class ServerClock:
         return self._clock() + self._skew_s
 
     def note(self, date: str, took_s: float) -> None:
-        """Record the `Date` header of a response from the API server, which began `took_s` after the request."""
+        """Record the `Date` header of a response from the API server; the response began `took_s` after the request."""
         try:
             dated = parsedate_to_datetime(date) if date else None
             dated_s = None if dated is None or dated.tzinfo is None else dated.timestamp()
@@ -131,25 +132,28 @@ class ServerClock:
             if abs(skew_s - self._skew_s) <= _NEAR_S:
                 return
             self._skew_s = skew_s
-        logger.warning("this machine's clock is %+.0f s off the API server's, whose time counts", -skew_s)
+        logger.warning("this machine's clock is %+.0f s off the API server's clock, which EDL follows", -skew_s)
 
 
 _JSON: Final = "application/json"
 _MOST_BYTES: Final = 256 * 1024**2
-"""Largest response: a page of 500 objects of half a megabyte. Anything longer is not from an API server."""
+"""Maximum size of a response: a page of 500 objects of half a megabyte each. A longer response is not from an API
+server."""
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MOST_CONNECTIONS: Final = 64
-"""Idle connections kept for reuse: one for each thread of an operator. Further calls open and close their own."""
+"""Idle connections kept for reuse: one for each thread of an operator. Further calls open and close their own
+connections."""
 _CHUNK: Final = 256 * 1024  # a page of pods is some megabytes
 _CALL_TIMEOUTS: Final = 3
-"""A whole call takes at most this many times the timeout: to connect, to start the response, and to finish it."""
+"""A whole call takes at most this many times the timeout: once to connect, once until the response starts, and once
+until it is complete."""
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", 0x10)), 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-"""Detects a vanished host after a minute, even in streams that may legitimately be silent."""
+"""Socket options that detect a vanished host after a minute, even on streams that may legitimately be silent."""
 
 
 class _Access(NamedTuple):
@@ -161,7 +165,7 @@ class _Access(NamedTuple):
 
 
 class Connection:
-    """Requests to an API server; `KubeClient`, which adds the verbs, says what the arguments and errors are."""
+    """Sends requests to an API server. `KubeClient` adds the verbs, and documents the arguments and errors."""
 
     def __init__(self, settings: KubeSettings, on_answer: Callable[[Call, int], object]) -> None:
         self.settings: Final = settings
@@ -319,7 +323,7 @@ class Stream:
             sock.settimeout(None if seconds is None else max(seconds, 0.001))
 
     def interrupt(self) -> None:
-        """End a read in another thread at once."""
+        """Make a read in another thread end at once."""
         self._closing = True
         with contextlib.suppress(Exception):  # whatever the state of a socket that is being closed
             self._response.shutdown()

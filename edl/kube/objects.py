@@ -1,6 +1,6 @@
-"""Objects of the API as JSON, in camelCase, and the times and quantities in them, such as `500m`, `1.5Gi` and `2e3`.
+"""Objects of the API as JSON, in camelCase, with times, and with quantities such as `500m`, `1.5Gi` and `2e3`.
 
-The notation: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
+The notation of quantities: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MOST_CHARS: Final = 64  # the server's own have about twenty
 
 
 def parse_quantity(text: str | int | float) -> Decimal:
-    """Return an amount in units (cores, bytes, devices); ValueError if `text` is not one."""
+    """Return an amount in units (cores, bytes, devices); ValueError if `text` is not a quantity."""
     written = str(text).strip() if not isinstance(text, bool) else ""
     match = _PATTERN.fullmatch(written) if len(written) <= _MOST_CHARS else None
     if match is None:

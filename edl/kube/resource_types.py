@@ -1,4 +1,4 @@
-"""Kinds of objects, with the names that the API's URLs use."""
+"""Defines kinds of objects, with the names that the API's URLs use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 
 class ResourceType(NamedTuple):
-    """A kind of objects. An empty `group` is the core group; an empty `version` is what the server prefers."""
+    """A kind of objects. An empty `group` is the core group; an empty `version` is the one the server prefers."""
 
     group: str
     version: str
@@ -16,7 +16,7 @@ class ResourceType(NamedTuple):
 
     @property
     def api_version(self) -> str:
-        """The `apiVersion` of its objects."""
+        """The `apiVersion` of objects of this kind."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
 
@@ -28,7 +28,7 @@ SECRETS: Final = ResourceType("", "v1", "secrets", "Secret")
 CONFIG_MAPS: Final = ResourceType("", "v1", "configmaps", "ConfigMap")
 DEPLOYMENTS: Final = ResourceType("apps", "v1", "deployments", "Deployment")
 POD_DISRUPTION_BUDGETS: Final = ResourceType("policy", "", "poddisruptionbudgets", "PodDisruptionBudget")
-"""v1beta1 up to Kubernetes 1.20, v1 from 1.21 on."""
+"""The version is v1beta1 up to Kubernetes 1.20, and v1 from 1.21 on."""
 CUSTOM_RESOURCE_DEFINITIONS: Final = ResourceType(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
 )

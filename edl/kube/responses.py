@@ -1,4 +1,4 @@
-"""Parses responses from the API server: an object, or an error that says what to do about it."""
+"""Parses responses from the API server: returns an object, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_CAUSES: Final = 8  # an invalid template has one or two
 
 
 class MissingError(InvalidObjectError):
-    """The object does not exist. Methods that can return None do so instead."""
+    """The object does not exist. Methods that can return None return None instead of raising this."""
 
 
 class NotServedError(InvalidObjectError):
@@ -29,12 +29,12 @@ class NotServedError(InvalidObjectError):
 
 
 class ExpiredError(KubernetesError):
-    """The version to continue from is no longer kept (410): list again."""
+    """The server no longer keeps the version to continue from (410): list the objects again."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the API server; verb and resource are those of RBAC, such as `get` and `pods/log`."""
+    """A call to the API server; its verb and resource are those of RBAC, such as `get` and `pods/log`."""
 
     verb: str
     resource: str
@@ -49,7 +49,7 @@ class Call:
 
 
 def parse_object(call: Call, url: str, body: bytes) -> Object:
-    """Parse a successful response; KubernetesError if it is not a JSON object, and so not from an API server."""
+    """Parse a successful response; KubernetesError if it is not a JSON object and thus not from an API server."""
     found = _parse_mapping(body)
     if found is None:
         words = shown(body[:200].decode(errors="replace"))
@@ -118,7 +118,7 @@ def _explain_forbidden(call: Call, what: str, status_object: dict[str, Any], wor
 
 
 def _parse_status(body: bytes) -> dict[str, Any]:
-    """Parse a response's `Status`; if it is not one, return a status without a message."""
+    """Parse a response's `Status`; if the body is not a `Status`, return a status without a message."""
     found = _parse_mapping(body)
     if found is None or found.get("kind") != "Status":
         return {"message": "", "details": {}}

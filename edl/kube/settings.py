@@ -13,9 +13,9 @@ class KubeSettings:
     otherwise `~/.kube/config`.
 
     Attributes:
-        kubeconfig: path of a kubeconfig.
-        context: context in the kubeconfig; empty for the current one.
-        namespace: default for calls that do not specify a namespace; empty for the namespace of the context or the pod.
+        kubeconfig: path of a kubeconfig file.
+        context: context in the kubeconfig; empty for the current context.
+        namespace: namespace for calls that do not specify one; empty for the namespace of the context or the pod.
         timeout_s: seconds to wait for a connection, and for a response to start or to continue. A call takes at most
             three times as long.
     """

@@ -1,4 +1,4 @@
-"""`KubeWatch`: follows all objects of a kind, with a list request and a watch that continues from the list.
+"""Follows all objects of a kind (`KubeWatch`), with a list request and a watch that continues from the list.
 
 The protocol: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """
@@ -31,7 +31,8 @@ ObjectKey: TypeAlias = tuple[str, str]
 _LENGTH_S: Final = 240.0
 """Length of a watch, after which a new one continues: this also ends connections that died unnoticed."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
-"""First and longest wait after failures: a restarted API server, or a right granted later, is found within 5 s."""
+"""First and longest wait after failures: the watch notices a restarted API server, or a permission granted later,
+within 5 s."""
 _SHORTEST_S: Final = 1.0  # a watch that ended sooner was cut off on the way, and is not retried at full speed
 
 _CLOSE_S: Final = 2.0  # for `close` to wait for a request that cannot be interrupted, such as a connection attempt
@@ -40,15 +41,15 @@ _CLOSE_S: Final = 2.0  # for `close` to wait for a request that cannot be interr
 class KubeWatch:
     """Follows all objects of a kind in a background thread, until it is closed.
 
-    While the API server is unreachable, the last known objects remain, and `stale` says why. When the server answers
-    again, the objects are listed again. A change that was undone in the meantime is not seen.
+    While the API server is unreachable, the last known objects remain, and `stale` contains the reason. When the server
+    answers again, the objects are listed again. A change that was undone in the meantime is not seen.
 
     Args:
-        client: sends the requests; the client stays open when the watch is closed.
-        namespace: empty for the whole cluster; None for the client's own.
+        client: the client that sends the requests; it stays open when the watch is closed.
+        namespace: empty for the whole cluster; None for the client's default namespace.
         on_change: called in the watch's thread with `ADDED`, `MODIFIED` or `DELETED` and the object; with `LISTED` and
-            None if all objects may have changed, and with `STALE` and None if the server is unreachable.
-        length_s: seconds after which the server ends a request and a new one continues.
+            None if all objects may have changed; and with `STALE` and None if the server is unreachable.
+        length_s: seconds after which the server ends a watch request and a new request continues.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class KubeWatch:
 
     @property
     def objects(self) -> Mapping[ObjectKey, Object]:
-        """All objects, as last known; a mapping that does not change. Do not modify the objects."""
+        """All objects, as last known, in a mapping that does not change. Do not modify the objects."""
         return MappingProxyType(self._objects)
 
     @property
     def stale(self) -> str:
-        """Why the API server does not answer; empty while it does."""
+        """Why the API server does not answer; empty while it answers."""
         return "" if self.error is None else str(self.error)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The protocol between students and teachers: KServe v2 over gRPC.
+"""Implements the protocol between students and teachers: KServe v2 over gRPC.
 
 `kserve` contains the message classes, `codec` converts requests to bytes and back, `tensors` converts tensors between
 raw bytes and numpy arrays, and `names` lists the names on the wire.

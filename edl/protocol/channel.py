@@ -1,4 +1,4 @@
-"""gRPC channels and listening ports, with or without TLS and tokens. EDL creates channels and ports only here."""
+"""Creates all of EDL's gRPC channels and listening ports, with or without TLS and tokens."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ CLIENT_OPTIONS: Final[Options] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),  # otherwise channels of one process share a connection and its backoff
 )
-"""Options of a client of a master or a served store."""
+"""Channel options for a client of a master or a served store."""
 _used_in: set[int] = set()
 """Ids of processes (this one and those it was forked from) that have created a channel or listened on a port."""
 
 
 def is_forked_from_grpc() -> bool:
-    """Return whether this process was forked from one that used gRPC: without its threads, calls would hang."""
+    """Return whether this process was forked from one that used gRPC: calls would hang without the parent's threads."""
     return bool(_used_in - {os.getpid()})
 
 
 def aio_channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.aio.Channel:
-    """Return a grpc.aio channel to `host:port` or `unix:/path`, with the current contents of the files."""
+    """Return a grpc.aio channel to `host:port` or `unix:/path`, with the current contents of the credential files."""
     made: grpc.aio.Channel = _open(grpc.aio, endpoint, files, options)
     return made
 
 
 def channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.Channel:
-    """Return a synchronous gRPC channel; otherwise the same as `aio_channel`."""
+    """Return a synchronous gRPC channel, but otherwise do the same as `aio_channel`."""
     made: grpc.Channel = _open(grpc, endpoint, files, options)
     return made
 
@@ -67,8 +67,8 @@ def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
     if not files.tls and not files.settings.allow_insecure_tokens and not is_this_host(endpoint):
         raise SettingsError(
             f"{endpoint} gets no token over a connection without TLS, which anyone can read: set the "
-            "CA (EDL_TLS_CA, --tls-ca, ca=), or say that the network may be trusted (EDL_ALLOW_INSECURE_TOKENS=1, "
-            "--allow-insecure-tokens, allow_insecure_tokens=True)"
+            "CA (EDL_TLS_CA, --tls-ca, ca=), or, if the network can be trusted, allow this "
+            "(EDL_ALLOW_INSECURE_TOKENS=1, --allow-insecure-tokens, allow_insecure_tokens=True)"
         )
     return ((AUTHORIZATION, f"Bearer {tokens[0]}"),)
 
@@ -76,7 +76,7 @@ def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
 def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None) -> int:
     """Make a server listen on `host:port` or `unix:/path`; return the TCP port; RuntimeError if gRPC cannot listen.
 
-    Every new connection gets the certificates and CAs that the files hold at that moment.
+    Every new connection uses the certificates and CAs that the files contain at that moment.
     """
     _used_in.add(os.getpid())
     if files is None or not files.tls:
@@ -110,7 +110,7 @@ _REMEDY = "put one of this server's tokens into a file and name the file (EDL_TO
 
 
 def token_checks(files: CredentialFiles | None, *, open_service: str = "") -> Sequence[grpc.aio.ServerInterceptor]:
-    """Return a server's interceptors: none if no tokens are set; `open_service` needs no token."""
+    """Return a server's interceptors: none if no tokens are set. Calls to `open_service` need no token."""
     return [_TokenCheck(files, open_service)] if files is not None and files.settings.token_file else []
 
 
@@ -151,4 +151,4 @@ def _refusal(words: str) -> grpc.RpcMethodHandler[Any, Any]:
 
 
 _REFUSE_NONE = _refusal(f"no token: {_REMEDY}")
-_REFUSE_WRONG = _refusal(f"the token is not valid here, or no longer: {_REMEDY}")
+_REFUSE_WRONG = _refusal(f"the token is not valid here, or is no longer valid: {_REMEDY}")

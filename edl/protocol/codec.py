@@ -1,9 +1,9 @@
-"""Converts requests and responses to bytes and back, without copying tensors twice.
+"""Converts requests and responses to bytes and back, without a second copy of the tensors.
 
-Protobuf copies `raw_input_contents` once to parse them and once more to return them: at 5 MB per request, this costs as
-much time as the network transfer. Here protobuf processes only the header; this module splits the tensors from the
-header's bytes, or joins them to it. The wire format is protobuf's (https://protobuf.dev/programming-guides/encoding/),
-so any peer understands it.
+Protobuf copies `raw_input_contents` once to parse them and once more to return them: at 5 MB per request, this takes as
+long as the network transfer. In this module, protobuf processes only the header; the module splits the tensors from the
+header's bytes, or joins the tensors to these bytes. The wire format is protobuf's
+(https://protobuf.dev/programming-guides/encoding/), so any peer understands it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def varint(value: int) -> bytes:
 
 
 def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return the number at `at`, and the index just after it."""
+    """Return the number at index `at`, and the index just after the number."""
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
@@ -133,17 +133,17 @@ RESPONSE = MessageCodec(kserve.ModelInferResponse, 6)
 
 
 def id_field(request_id: str) -> bytes:
-    """Return the field `id` alone, serialized. Put before or after a request or response, it sets that message's id."""
+    """Return the serialized field `id`. Added before or after a message's bytes, the field sets the message's id."""
     data = request_id.encode()
     return varint(_ID << 3 | _LENGTH_DELIMITED) + varint(len(data)) + data
 
 
 def join_streamed_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
-    """Return a `ModelStreamInferResponse` around the result of `RESPONSE.join`."""
+    """Return a `ModelStreamInferResponse` that contains the result of `RESPONSE.join`."""
     parts = RESPONSE.parts(header, raw)
     return b"".join((varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), varint(sum(map(len, parts))), *parts))
 
 
 def is_compressed(data: Buffer) -> bool:
-    """Return whether bytes that do not parse may be a compressed message, which gRPC is configured not to inflate."""
+    """Return whether bytes that do not parse may be a compressed message: gRPC is configured not to decompress it."""
     return bytes(memoryview(data)[:2]) in _COMPRESSED

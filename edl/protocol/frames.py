@@ -1,16 +1,17 @@
 """The tensor channel: frames over a TCP socket between EDL's students and teachers.
 
-In Python, gRPC copies a tensor several times on each side while it holds the GIL. Here the kernel copies a tensor once
-from the student's array, and once into the memory from which the teacher computes. Both copies are made without the
-GIL.
+In Python, gRPC copies a tensor several times on each side while it holds the GIL. With this channel, the kernel copies
+a tensor once from the student's array, and once into the memory from which the teacher computes. Both copies are made
+without the GIL.
 
 The client begins a connection with `MAGIC` and the one-time token from `names.OPEN_CHANNEL`; the server answers with
 the proof that it issued together with the token. Frames follow in both directions: a prefix (`_PREFIX`: kind, request
-number, size of the body in bytes) and a body. The body of a request or an answer is a KServe v2 message in two parts,
-see `body_parts`: the serialized header, and the tensors that would be the message's raw contents. If gRPC uses TLS, the
-whole connection uses TLS too.
+number, size of the body in bytes) and a body. The body of a request or an answer is a KServe v2 message in two parts
+(see `body_parts`): the serialized header, and the tensors that would be the message's raw contents. If gRPC uses TLS,
+the whole connection uses TLS too.
 
-This file moves frames. `edl.distill.transport.channel` and `edl_serving.channel` decide what they mean.
+This module only transfers frames. `edl.distill.transport.channel` and `edl_serving.channel` define what the frames
+mean.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ _MOST_PARTS = 64  # buffers in one `sendmsg`; Linux takes 1,024
 _TLS_NBYTES = 128 << 10  # received, or encrypted, at a time
 _MOST_CALLS = 256  # receives of a connection before other work of the loop gets its turn
 _LOCAL_QUEUE_NBYTES = 256 << 10
-"""Bytes that the kernel queues between two processes of a host. By default it queues 4 MB, which are no longer in the
-processor's cache when they are read: a request then costs both sides a quarter more CPU time (`benchmarks/reader`). For
-connections to another host, the kernel chooses the size from the round-trip time."""
+"""Bytes that the kernel queues between two processes on one host. By default, the kernel queues 4 MB, which are no
+longer in the processor's cache when they are read: a request then costs both sides a quarter more CPU time
+(`benchmarks/reader`). For connections to another host, the kernel chooses the size from the round-trip time."""
 _SILENT_MS = 30_000  # how long a peer's kernel may stay silent before the connection counts as broken
 
 
@@ -89,12 +90,14 @@ def body_parts(header: bytes, tensors: Sequence[Buffer]) -> list[Buffer]:
 def split_body(body: memoryview) -> tuple[bytes, list[memoryview]]:
     """Return the header and the tensors of a body, as views of it; ProtocolError if it is malformed."""
     if len(body) < _BODY.size:
-        raise ProtocolError(f"malformed message: a body of {len(body)} bytes")
+        raise ProtocolError(f"malformed message: its body has only {len(body)} bytes")
     header_nbytes, count = _BODY.unpack_from(body)
     header_at = _BODY.size + 8 * count
     at = header_at + header_nbytes
     if count > _MOST_TENSORS or at > len(body):
-        raise ProtocolError(f"malformed message: {count:,} tensors and a header that ends at {at:,} of {len(body):,}")
+        raise ProtocolError(
+            f"malformed message: {count:,} tensors, and a header that ends at byte {at:,} of {len(body):,}"
+        )
     tensors = []
     for size in struct.unpack_from(f"<{count}Q", body, _BODY.size):
         at += -at % _ALIGNMENT
@@ -106,7 +109,7 @@ def split_body(body: memoryview) -> tuple[bytes, list[memoryview]]:
 
 
 async def when_ready(sock: Socket, operation: Callable[[], T], *, writes: bool = False) -> T:
-    """Run an operation on a non-blocking socket when the socket is ready to read, or to write; return the result."""
+    """Run an operation on a non-blocking socket when the socket is ready to read (or write); return the result."""
     loop = asyncio.get_running_loop()
     add, remove = (loop.add_writer, loop.remove_writer) if writes else (loop.add_reader, loop.remove_reader)
     while True:
@@ -134,7 +137,7 @@ async def receive_exactly(sock: Socket, nbytes: int) -> bytes:
 
 
 class TlsSocket:
-    """TLS over a non-blocking socket, in large pieces; `ssl.SSLSocket` would make two system calls per 16 KiB."""
+    """TLS over a non-blocking socket, in large pieces: `ssl.SSLSocket` makes two system calls per 16 KiB."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, serves: bool) -> None:
         self._sock = sock
@@ -147,7 +150,7 @@ class TlsSocket:
         self.getpeername, self.getsockname, self.close = sock.getpeername, sock.getsockname, sock.close
 
     async def shake_hands(self) -> bytes:
-        """Return the peer's certificate (DER), empty if it has none; OSError if it does not speak TLS or hangs up."""
+        """Return the peer's certificate (DER), empty if none; OSError if the peer does not speak TLS or hangs up."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -220,10 +223,10 @@ class FrameSocket:
 
     Args:
         sock: A connected, non-blocking socket, after the handshakes.
-        begin: Called with kind, number and size of a frame before its body arrives; returns whether to keep it, and
-            may raise `ProtocolError`. Memory is reserved only for frames that are kept.
-        take: Called with kind, number and body (read-only) of each frame that was kept; may raise `ProtocolError`.
-        ended: Called once, with the reason, when the connection has ended; also after `close`.
+        begin: Called with the kind, number and size of a frame before its body arrives; returns whether to keep the
+            frame, and may raise `ProtocolError`. Memory is reserved only for frames that are kept.
+        take: Called with the kind, number and read-only body of each frame that was kept; may raise `ProtocolError`.
+        ended: Called once, with the reason, when the connection has ended, even if `close` ended it.
     """
 
     def __init__(
@@ -300,7 +303,7 @@ class FrameSocket:
     def finish(self) -> None:
         """Send pending frames and the end of the stream; drop received data until the peer ends the connection.
 
-        If unread bytes of the peer are in the buffer, closing at once would make the kernel drop data in flight.
+        If the buffer contains unread bytes from the peer, closing at once would make the kernel drop data in flight.
         """
         self._finishing = True
         self.resume()
@@ -334,7 +337,7 @@ class FrameSocket:
             self._fail(exc)
 
     def _fail(self, exc: Exception) -> None:
-        """End the connection after an error; if it stayed open, the callback would run and fail again."""
+        """End the connection after an error; if the connection stayed open, the callback would run and fail again."""
         if not isinstance(exc, OSError | ProtocolError):
             logger.error("a connection failed unexpectedly", exc_info=exc)
         self.close(getattr(exc, "strerror", None) or str(exc) or type(exc).__name__)

@@ -1,4 +1,4 @@
-"""Names on the wire: the service, its methods, and the request parameters and output names that EDL adds.
+"""Defines names on the wire: the service, its methods, and the request parameters and output names that EDL adds.
 
 Other KServe v2 servers ignore parameters that they do not know; a client finds out what a server can do from
 `ServerMetadata.extensions`.
@@ -9,8 +9,8 @@ from __future__ import annotations
 SERVICE = "inference.GRPCInferenceService"
 
 TOP_K = "edl_top_k"
-"""Request parameter (int64), and extension: the answer contains the k largest logits of each row in place of each
-output."""
+"""Request parameter (int64), and extension: in place of each output, the answer contains the k largest logits of each
+row."""
 TEMPERATURE = "edl_temperature"
 """Request parameter (double, default 1): the temperature at which `edl_top_k` sums exp(logit / temperature) over the
 classes left out."""
@@ -18,34 +18,34 @@ DTYPE = "edl_dtype"
 """Request parameter (string), and extension: "FP16" or "FP32", the datatype of floating-point outputs."""
 
 PRIORITY = "priority"
-"""Request parameter (int64) of Triton's extension `schedule_policy`: 1 is the highest, 0 the model's default."""
+"""Request parameter (int64) of Triton's extension `schedule_policy`: 1 is the highest, 0 means the model's default."""
 
 TIMEOUT_MS = "edl_timeout_ms"
-"""Request parameter (int64): a deadline for one request of a stream or tensor channel, counted from its arrival."""
+"""Request parameter (int64): deadline for one request of a stream or tensor channel, in ms after its arrival."""
 
 REQUEST_ID = "x-request-id"
-"""Metadata of a ModelInfer call: the id for the server's log. On a stream, the log contains the request's own id
-instead."""
+"""Metadata of a ModelInfer call: the id that the server's log contains. For a request on a stream, the log contains the
+request's own id instead."""
 TRACEPARENT = "traceparent"
-"""Metadata of a call, or request parameter (string); the parameter takes precedence. Both contain the span of a
-request, as in W3C's Trace Context."""
+"""Metadata of a call, or request parameter (string), which takes precedence: the span of a request in the format of
+W3C's Trace Context."""
 
 MAX_ROWS = "edl_max_rows"
 """Parameter of a model's configuration: the most rows in one request. An EDL server may compute a request in parts."""
 
 MAX_BYTES = "edl_max_message_bytes"
-"""Parameter of a model's configuration: the largest request in bytes, in shared memory or not."""
+"""Parameter of a model's configuration: the largest request in bytes, whether or not it is in shared memory."""
 
 IDS = "ids"
-"""Input of a language model: token ids, INT32 `[rows]`. A sequence of T tokens is T rows; row t holds token t and the
-teacher's prediction of token t + 1 (the last row predicts what would follow)."""
+"""Input of a language model: token ids, INT32 `[rows]`. A sequence of T tokens has T rows. Row t contains token t, and
+the teacher's answer for this row predicts token t + 1 (for the last row, the token that would follow)."""
 POSITION = "position"
-"""Input of a language model: the position of a row's token in its sequence, from 0 in steps of 1, INT32 `[rows]`."""
+"""Input of a language model, INT32 `[rows]`: the position of a row's token in its sequence, from 0 in steps of 1."""
 TARGETS = "targets"
 """Optional input of a language model: token ids whose log-probabilities to return, INT32 `[rows, m]`."""
 LOGPROBS = "logprobs"
 """Output of a language model: log-probabilities at temperature 1, FP32 `[rows, vocabulary]`. They are never sent in
-full: requests must set `TOP_K`, and the outputs in the answer are those of `top_k_names`."""
+full: requests must set `TOP_K`, and the answer contains the outputs of `top_k_names` instead."""
 TARGET_LOGPROBS = "target_logprobs"
 """Output of a language model if the request contains `TARGETS`: log-probability of `targets[t, j]` at row t, FP32
 `[rows, m]`."""
@@ -64,11 +64,11 @@ configuration list neither them nor the outputs that depend on them."""
 TOKENIZER = "edl_tokenizer"
 """Parameter of a model's configuration: the hash of its tokenizer, as in `TOKENIZER_META`."""
 TOKENIZER_META = "tokenizer"
-"""Metadata of an instance in discovery: the hash of its tokenizer. With a different tokenizer, ids mean different
-tokens."""
+"""Metadata of an instance in discovery: the hash of the model's tokenizer. With a different tokenizer, ids mean
+different tokens."""
 WEIGHTS_VERSION = "edl_weights_version"
-"""Parameter of a model's configuration: the model's version, if that is a hash of its weights and code, so that equal
-models have equal versions."""
+"""Parameter of a model's configuration: the model's version, if this version is a hash of the model's weights and code,
+so that equal models have equal versions."""
 
 EXTENSION_SCHEDULE_POLICY = "schedule_policy"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"
@@ -79,9 +79,9 @@ EXTENSION_CHANNEL = "edl_channel"
 
 OPEN_CHANNEL = "/edl.TensorChannel/Open"
 """Method that takes an empty message, and returns JSON: the `port` of the tensor channel and three values as
-hexadecimal digits. They are a `token`, which opens a channel within ten seconds, the `proof` that the server returns
-for the token (32 bytes each), and the SHA-256 of the `certificate` that the server uses on this port, empty without
-TLS."""
+hexadecimal digits. These values are a `token`, which opens a channel within ten seconds; the `proof` that the server
+returns for the token (32 bytes each); and the SHA-256 of the `certificate` that the server uses on this port, which is
+empty without TLS."""
 
 LOCKED_MEMORY = "edl-arena-"
 """Prefix of the names of a student's shared memory objects. The student keeps each object locked (flock) while it
@@ -92,7 +92,8 @@ SHM_OFFSET = "shared_memory_offset"
 SHM_NBYTES = "shared_memory_byte_size"
 
 TLS_META = "tls"
-"""Metadata of an instance in discovery: "1" if it speaks TLS. Informational: students follow their own settings."""
+"""Metadata of an instance in discovery: "1" if the instance speaks TLS. This is only informational: students follow
+their own settings."""
 
 PRIORITY_META = "priority"
 """Metadata of an instance in discovery: the priority of requests from students that set no priority."""

@@ -38,14 +38,14 @@ _CONTENTS = (
 """For each datatype, the field of `InferTensorContents` that contains its elements."""
 
 _AT_A_TIME: Final = 1 << 16
-"""How many elements of typed contents are converted at a time; other threads can run between two such parts."""
+"""How many elements of typed contents are converted at a time; other threads can run in between."""
 
 _WIDE = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}
 """Types that hold every value of protobuf's integer fields."""
 
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
-    """Return the numpy dtype in which EDL represents a tensor of KServe's `datatype` (BF16 becomes float32)."""
+    """Return the numpy dtype in which EDL represents a tensor of KServe's `datatype`; for BF16, this is float32."""
     if datatype == "BF16":
         return np.dtype("<f4")
     try:
@@ -114,7 +114,7 @@ def _from_length_prefixed(shape: Sequence[int], raw: memoryview) -> Array:
 
 
 def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTensorContents) -> Array:
-    """Return a tensor sent as typed `contents`, not raw bytes; ProtocolError if type, count or range is wrong."""
+    """Return a tensor sent as typed `contents`, not raw bytes; ProtocolError if a type, count or range is wrong."""
     field = _CONTENTS.get(datatype)
     if field is None:
         raise ProtocolError(f"{datatype} cannot be sent as typed contents; send raw_input_contents")
@@ -141,10 +141,10 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
 
 
 def array_of(value: Any) -> Array:
-    """Return a value as an array, without changing bytes, strings and whole numbers.
+    """Return a value as an array, without changing bytes, strings or whole numbers.
 
-    By itself, numpy converts a list of bytes to dtype `S`, which loses NULs at the end; numbers next to strings to
-    strings; and whole numbers to floats if no integer type holds all of them.
+    By itself, numpy converts a list of bytes to dtype `S`, which loses NULs at the end. It converts numbers next to
+    strings to strings, and whole numbers to floats if no integer type can hold all of them.
 
     Raises:
         ProtocolError: The conversion would change bytes or whole numbers.
@@ -169,8 +169,8 @@ def array_of(value: Any) -> Array:
 def with_objects(array: Array) -> Array:
     """Return the array, with elements of dtype `S` or `U` (a fixed size) converted to Python objects.
 
-    numpy pads shorter elements with NULs, and strips all trailing NULs on reading. That is correct for text. But bytes
-    may end in NULs that are data (whole numbers, audio samples), which cannot be told from padding.
+    numpy pads shorter elements with NULs, and strips all trailing NULs on reading. This is correct for text. But bytes
+    may end in NULs that are data (whole numbers, audio samples), and such NULs cannot be distinguished from padding.
 
     Raises:
         ProtocolError: An element of dtype `S` ends in NULs.
@@ -188,7 +188,7 @@ def with_objects(array: Array) -> Array:
 
 
 def _check_fixed_size(value: Any) -> None:
-    """Raise for lists that contain arrays for which `with_objects` raises."""
+    """Raise ProtocolError for a list that contains an array for which `with_objects` raises it."""
     if isinstance(value, np.ndarray):
         with_objects(value)
     elif isinstance(value, list | tuple):
@@ -204,7 +204,7 @@ def _refuse_rounded(value: Any, array: Array) -> None:
         if isinstance(before, int | np.integer) and int(before) != float(after):  # numpy would compare floats
             raise ProtocolError(
                 f"no integer type holds all numbers of the list, so {before} would become "
-                f"{float(after)!r}: make it an array of one type"
+                f"{float(after)!r}: make the list an array of one type"
             )
 
 
@@ -217,7 +217,7 @@ def from_bfloat16(array: Array) -> Array:
 def cast_clamped(array: Array, dtype: np.dtype[Any]) -> Array:
     """Cast floating-point numbers, and clamp finite values to the range of `dtype`.
 
-    Masks such as -1e9 are common, and a logit that becomes infinite would make all probabilities of its row NaN.
+    Masks such as -1e9 are common, and a logit that becomes infinite would make all probabilities in its row NaN.
     """
     if array.dtype.itemsize <= dtype.itemsize or not array.size:
         return array.astype(dtype, copy=False)
@@ -228,7 +228,7 @@ def cast_clamped(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def split_top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Array]:
-    """Return the k largest logits on the last axis, and what the remaining ones add to a softmax.
+    """Return the k largest logits on the last axis, and what the remaining logits add to the sum of a softmax.
 
     The result is the class ids (int32 `[..., k]`, by descending logit, then ascending id), their logits (in the dtype
     of `logits`), and log(sum(exp(logit / temperature))) over the remaining classes (float32 `[...]`, -inf if there are
@@ -255,7 +255,7 @@ def split_top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array
 
 
 def to_raw(array: Array) -> Buffer:
-    """Return an array's elements in raw form, little-endian, C order; a view of the array if it already has this form.
+    """Return an array's elements in raw form (little-endian, C order); a view of the array if it has this form.
 
     Raises:
         ProtocolError: An element of an array of objects is neither bytes nor text, or `with_objects` raises it.
@@ -275,8 +275,8 @@ def to_raw(array: Array) -> Buffer:
 # Arrays from a user's source
 
 _FIRST_ROWS = 256
-"""Initial capacity of a buffer in rows: the size of a typical request. The user may allow millions of rows that never
-arrive."""
+"""Initial capacity of a buffer in rows: the size of a typical request. A user may allow millions of rows per request,
+but send far fewer."""
 
 
 def is_tensor(value: Any) -> bool:
@@ -287,8 +287,8 @@ def is_tensor(value: Any) -> bool:
 def as_array(value: Any, what: str) -> Array:
     """Convert an array, a tensor of any framework, or a list to a numpy array; `what` names its place in messages.
 
-    An array of numbers is returned itself. For a CPU tensor, the result is a view; for other values, it is a copy.
-    Bytes and strings become Python objects.
+    An array of numbers is returned unchanged. For a CPU tensor, the result is a view; for other values, the result is a
+    copy. Bytes and strings become Python objects.
 
     Raises:
         SourceError: The value cannot be sent to a teacher.
@@ -335,7 +335,7 @@ def _array_of_tensor(value: Any) -> Array:
 
 
 class RowBuffer:
-    """Up to `most` rows of an input, copied as the source may reuse its memory; `remedy` ends errors about shapes."""
+    """Holds copies of up to `most` rows of an input: a source may reuse memory. `remedy` ends errors about shapes."""
 
     def __init__(self, name: str, most: int, remedy: str) -> None:
         self._name = name
@@ -345,7 +345,7 @@ class RowBuffer:
         self._rows: Array = np.empty(0)
 
     def extend(self, rows: Array, what: str) -> None:
-        """Add rows [rows, ...]; SourceError (with `what`) if their shape differs or no dtype holds all rows."""
+        """Add rows [rows, ...]; SourceError (with `what`) if their shape differs or no dtype can hold all rows."""
         self._admit(rows, what)
         stop = self._count + len(rows)
         if stop > len(self._rows):

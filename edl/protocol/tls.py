@@ -1,9 +1,9 @@
-"""TLS and tokens: files of certificates, keys and tokens, and diagnoses of failed TLS handshakes.
+"""Reads files of certificates, keys and tokens, and diagnoses failed TLS handshakes.
 
-`CredentialFiles` reads the files again when they change, without a restart; unusable files do not replace usable files.
-For a failed handshake, gRPC reports at best an error code from its TLS library, so `explain_handshake` connects once
-more with the standard library, which gives the reason. `PeerTLS` is mutual TLS over plain sockets, between the agents
-of a job.
+`CredentialFiles` reads the files again when they change, without a restart of the process. If the new files are
+unusable, the old contents stay in use. For a failed handshake, gRPC reports at best an error code from its TLS library,
+so `explain_handshake` connects once more with the standard library, which gives the reason. `PeerTLS` provides mutual
+TLS over plain sockets between the agents of a job.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ logger = logging.getLogger(__name__)
 AUTHORIZATION: Final = "authorization"
 """Metadata of each call: `Bearer TOKEN` (RFC 6750)."""
 CHECK_EVERY_S: Final = 2.0
-"""How often files are checked while connections are open: four `stat` calls. A revocation takes at most this long."""
+"""Interval between checks of the files while connections are open; a check is four `stat` calls. A revocation takes
+effect within this time."""
 
 _MOST_NBYTES: Final = 1 << 20
-"""The largest file that is read. A bundle of all public CAs has 200 kB; a much larger file is not PEM, and would be
-read repeatedly."""
+"""Maximum size of a file that is read. A bundle of all public CAs has 200 kB; a much larger file is not PEM, and would
+be read repeatedly."""
 _PEM: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----(.*?)-----END \1-----", re.DOTALL)
 _GRPC_KEYS: Final = tuple(map(bytes.fromhex, ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")))
-"""Object identifiers of the usable key types in a certificate: RSA, EC P-256 and EC P-384. gRPC's TLS library loads a
-certificate with another type of key (P-521, Ed25519, RSA-PSS), but then refuses every handshake."""
+"""Object identifiers of the key types that can be used in a certificate: RSA, EC P-256 and EC P-384. gRPC's TLS library
+loads a certificate with another type of key (P-521, Ed25519, RSA-PSS), but then refuses every handshake."""
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750, b64token
 _LEAST_TOKEN: Final = 16
-"""Shortest token that a teacher accepts, in characters: shorter ones can be guessed over the network."""
+"""Length in characters of the shortest token that a teacher accepts: shorter tokens can be guessed over the network."""
 
 
 # The contents of the files
@@ -51,7 +52,7 @@ _LEAST_TOKEN: Final = 16
 
 @dataclass(frozen=True)
 class Material:
-    """The contents of the files. Secrets never appear in its repr."""
+    """The contents of the files. The repr never contains secrets."""
 
     version: int  # number of changes so far
     ca: bytes | None = field(repr=False)  # PEM of the trusted CAs
@@ -67,7 +68,7 @@ class Material:
 
 
 def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
-    """Read bearer tokens, one per line, ignoring comments (#). Errors show no content; servers refuse short tokens."""
+    """Read bearer tokens, one per line, ignoring comments (#). Errors show no token; servers refuse short tokens."""
     tokens = []
     lines = _read(path, "token file", secret=True).decode("utf-8-sig", "replace").splitlines()
     for number, line in enumerate(map(str.strip, lines), 1):
@@ -94,7 +95,7 @@ def certificates_in(pem: bytes) -> list[bytes]:
 
 
 def load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
-    """Load a pair from memory, so that exactly the checked pair is used; the context may already be in use."""
+    """Load a certificate and key from memory, so that exactly the checked pair is used. `context` may be in use."""
     memory = os.memfd_create("edl-tls")  # the standard library takes only file names, and the key must not touch a disk
     try:
         with os.fdopen(os.dup(memory), "wb") as file:
@@ -105,7 +106,7 @@ def load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
 
 
 def context_for(ca: bytes | None, pair: tuple[bytes, bytes] | None, *, serving: bool) -> ssl.SSLContext:
-    """Return a standard library context that trusts and presents the same certificates as gRPC would."""
+    """Return a context of the standard library that trusts and presents the same certificates as gRPC."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if ca is not None:
@@ -154,7 +155,7 @@ def _read(path: str, what: str, *, secret: bool = False) -> bytes:
 
 
 def _read_certificates(path: str, what: str) -> bytes:
-    """Return certificates as clean PEM: gRPC skips those that follow a byte order mark or do not begin a line."""
+    """Return certificates as clean PEM: gRPC skips certificates after a byte order mark or within a line."""
     pem = _read(path, what)
     try:
         found = certificates_in(pem)
@@ -202,10 +203,10 @@ def _read_ca(ca: str) -> bytes:
 
 
 def _identity(pair: tuple[bytes, bytes], settings: Credentials, *, serving: bool) -> tuple[tuple[str, ...], str]:
-    """Check that a certificate matches its key and is valid now; return its names and expiry.
+    """Check that a certificate matches its key and is valid now; return the certificate's names and expiry.
 
-    The standard library reads certificates only in a handshake. So this runs both sides in memory, and the other side
-    trusts only this certificate.
+    The standard library reads certificates only in a handshake. So this function runs both sides of a handshake in
+    memory, and the other side trusts only this certificate.
     """
     client, server = _unverified(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     other = client if serving else server
@@ -242,8 +243,8 @@ def _reason_of(exc: ssl.SSLError) -> str:
 class CredentialFiles:
     """Reads the files of `credentials`, and reads them again when they change. Thread-safe.
 
-    For a server (`serving`), `ca` is the CA that signs its clients' certificates. SettingsError reports an unusable
-    file or setting.
+    For a server (`serving`), `ca` is the CA that signs its clients' certificates. Raises SettingsError if a file or
+    setting is unusable.
     """
 
     def __init__(self, credentials: Credentials, *, serving: bool = False) -> None:
@@ -251,17 +252,17 @@ class CredentialFiles:
         self.serving = serving
         if serving and (credentials.ca or credentials.server_name) and not credentials.cert:
             raise SettingsError(
-                "TLS is set without a certificate: a server needs one, --tls-cert and --tls-key "
+                "TLS is set without a certificate: a server needs --tls-cert and --tls-key "
                 "(EDL_TLS_CERT and EDL_TLS_KEY)"
             )
         if not serving and (credentials.cert or credentials.server_name) and not credentials.ca:
             raise SettingsError(
                 "TLS is set without a CA, so no server can be verified: name the CA that signs their "
-                f"certificates, --tls-ca FILE (EDL_TLS_CA, ca=), or {SYSTEM_CA!r} for those of this system"
+                f"certificates, --tls-ca FILE (EDL_TLS_CA, ca=), or {SYSTEM_CA!r} for the CAs of this system"
             )
         if serving and credentials.ca == SYSTEM_CA:
             raise SettingsError(
-                f"TLS CA {SYSTEM_CA!r}: anybody can get a certificate of a public CA; name one of your own for clients"
+                f"TLS CA {SYSTEM_CA!r}: anyone can get a certificate from a public CA; for clients, name your own CA"
             )
         self._lock = threading.Lock()
         self._seen = self._look()
@@ -281,7 +282,7 @@ class CredentialFiles:
         return bool(self.settings.cert if self.serving else self.settings.ca)
 
     def current(self, *, now: bool = False) -> Material:
-        """Return the contents, at most `CHECK_EVERY_S` old; `now`: check at once. Unusable files are only logged."""
+        """Return the contents, at most `CHECK_EVERY_S` old (with `now`, current). Unusable files are only logged."""
         with self._lock:
             at = time.monotonic()
             if not now and at < self._checked_at + CHECK_EVERY_S:
@@ -299,7 +300,7 @@ class CredentialFiles:
                 if why != self._complaint:
                     self._complaint = why
                     logger.warning(
-                        "new credentials are unusable, the earlier ones stay in use: %s", why, exc_info=not foreseen
+                        "new credentials are unusable; the earlier ones stay in use: %s", why, exc_info=not foreseen
                     )
                 return self._material
             self._seen = seen
@@ -308,11 +309,11 @@ class CredentialFiles:
                 return self._material  # the same contents, written again: connections can stay
             self._material = material
             until = f", valid until {material.not_after}" if material.not_after else ""
-            logger.info("credentials were replaced, and are in use from now on%s", until)
+            logger.info("credentials were replaced; the new credentials are in use from now on%s", until)
             return material
 
     def accepts(self, token: bytes) -> bool:
-        """Return whether a token is valid now. All are compared, so that the time does not reveal which one matches."""
+        """Return whether a token is valid now. Compares all tokens, so the time does not reveal which one matches."""
         matches = [hmac.compare_digest(token, valid.encode()) for valid in self.current().tokens]
         return any(matches)
 
@@ -338,7 +339,7 @@ class CredentialFiles:
         return Material(version, ca, pair, tokens, *identity)
 
     def _look(self) -> Sequence[object]:
-        """Return a value that changes when a file does, also by a `rename` onto it or a moved Kubernetes link."""
+        """Return a value that changes when a file is written or replaced by `rename`, or a Kubernetes link moves."""
         found: list[object] = []
         for path in (self.settings.ca, self.settings.cert, self.settings.key, self.settings.token_file):
             with contextlib.suppress(OSError):
@@ -361,12 +362,12 @@ _TIMEOUT_S: Final = 2.0
 """Timeout for each step of a connection. It is shorter than a student's wait between two attempts to connect to a lost
 teacher."""
 _SIGNS: Final = re.compile("andshake|Verification Check|Socket closed|reset by peer|ALPN|SSL_ERROR|Broken pipe")
-"""Words in gRPC's connection errors which indicate that a failed handshake may be the cause."""
+"""Words in gRPC's connection errors that indicate a failed handshake as the possible cause."""
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
 _ABOUT_CERTIFICATES: Final = re.compile("ALERT_(CERTIFICATE|BAD_CERT|UNKNOWN_CA|ACCESS|NO_CERT)")
 _UNTRUSTED: Final = (2, 7, 18, 19, 20, 21)
-"""X509_V_ERR_* codes: the issuer is not found, or an issuer with the same name has another key; the certificate is
-self-signed; the chain does not end at a trusted CA."""
+"""X509_V_ERR_* codes for an untrusted certificate: its issuer is not found, or an issuer with the same name has another
+key; it is self-signed; or its chain does not end at a trusted CA."""
 
 
 def host_of(endpoint: str) -> str:
@@ -375,10 +376,11 @@ def host_of(endpoint: str) -> str:
 
 
 def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles | None, *, authority: str = "") -> str:
-    """Connect to a gRPC server once more, and return why the connection fails. Takes up to some seconds.
+    """Connect to a gRPC server once more, and return why the connection fails. This can take some seconds.
 
     The result is empty if the reason is unrelated to TLS, if gRPC's error message `words` rules out TLS as the cause
-    (None skips this check), or for a Unix socket. The certificate is checked against the host in `authority`, if given.
+    (None skips this check), or if the endpoint is a Unix socket. The certificate is checked against the host in
+    `authority`, if given.
     """
     if words is not None and not _SIGNS.search(words):
         return ""
@@ -461,7 +463,7 @@ def _why_unverified(what: str, exc: ssl.SSLCertVerificationError, ca: str | None
 
 
 class PeerTLS:
-    """Mutual TLS between peers, with certificates from the same CA. Files are read for every connection."""
+    """Mutual TLS between peers, with certificates from the same CA. The files are read again for every connection."""
 
     def __init__(self, credentials: Credentials) -> None:
         if not (credentials.ca and credentials.cert and credentials.key):
@@ -476,7 +478,7 @@ class PeerTLS:
         return self._files.settings.server_name or host
 
     def context(self, *, serving: bool) -> ssl.SSLContext:
-        """Return a context for a new connection: from another node if `serving`, else to another node."""
+        """Return a context for a new connection, from another node if `serving`, else to another node."""
         material = self._files.current(now=True)
         return context_for(material.ca, material.pair, serving=serving)
 
@@ -500,7 +502,10 @@ class PeerTLS:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise `ProtocolError` if the peer refuses this node's certificate: TLS 1.3 reports a refusal later."""
+        """Raise `ProtocolError` if the peer refuses this node's certificate.
+
+        With TLS 1.3, a peer reports a refusal only after the handshake.
+        """
         try:
             yield
         except ssl.SSLError as exc:

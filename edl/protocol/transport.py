@@ -22,8 +22,8 @@ import grpc  # noqa: E402
 __all__ = ["DIRECT", "FORK_HANDLERS", "grpc"]
 
 DIRECT: tuple[tuple[str, int], ...] = (("grpc.enable_http_proxy", 0),)
-"""Options of every channel to a teacher. They make gRPC ignore `http_proxy` and similar settings, which are for web
-access: a proxy cannot resolve a teacher's name, would see the training data, and may close an idle stream."""
+"""Options of every channel to a teacher. These options make gRPC ignore `http_proxy` and similar settings, which are
+for web access: a proxy cannot resolve a teacher's name, would see the training data, and may close an idle stream."""
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:

@@ -1,8 +1,8 @@
-"""vLLM's completions protocol: the body of `POST /v1/completions`, checked, and the JSON of answers.
+"""vLLM's completions protocol: checks the body of `POST /v1/completions`, and encodes answers as JSON.
 
-A request with a field that asks for something the proxy cannot do is refused, and the error names the field. A field
-that matters only for generation (penalties, `top_p`, `seed`, ...) is ignored. Position p of `prompt_logprobs` is the
-prediction OF token p, which is row p - 1 of the labels; position 0 is null.
+If a field of a request asks for something that the proxy cannot do, the request is refused, and the error names the
+field. Fields that matter only for generation (penalties, `top_p`, `seed`, ...) are ignored. Position p of
+`prompt_logprobs` is the prediction OF token p, which is row p - 1 of the labels; position 0 is null.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ERROR_TYPES: Final = {400: "BadRequestError", 401: "Unauthorized", 404: "NotFou
 
 
 class RequestRefusal(Exception):
-    """Raised to refuse a request: contains the HTTP status, what to change, and when to retry."""
+    """Raised to refuse a request; contains the HTTP status, the reason with what to change, and when to retry."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -73,7 +73,8 @@ def _read_fields(fields: object, models: Collection[str], max_k: int) -> Complet
     named = fields.get("model")
     if named is None and len(models) > 1:
         raise RequestRefusal(
-            400, f"model is missing: one of {listed(models)}, or its URL, such as /{next(iter(models))}"
+            400,
+            f"model is missing: set it to one of {listed(models)}, or use a model's URL, such as /{next(iter(models))}",
         )
     model = next(iter(models)) if named is None else named
     if model not in list(models):  # a list also accepts unhashable values
@@ -161,7 +162,7 @@ def _shown(value: object) -> str:
 
 
 def at_temperature(labels: TopK, own: npt.NDArray[Any], temperature: float) -> tuple[TopK, npt.NDArray[Any]]:
-    """Convert log-probabilities from temperature 1 to another one, at which `labels.tail_lse` was computed."""
+    """Convert log-probabilities at temperature 1 to `temperature`, at which `labels.tail_lse` was computed."""
     if temperature == 1:
         return labels, own
     values = np.asarray(labels.values, np.float64) / temperature
@@ -172,17 +173,17 @@ def at_temperature(labels: TopK, own: npt.NDArray[Any], temperature: float) -> t
 def encode_choice(
     index: int, prompt: npt.NDArray[np.int32], labels: TopK, own: npt.NDArray[Any], k: int, with_ids: bool
 ) -> Iterator[bytes]:
-    """Encode an element of `choices` in pieces of some thousand entries: the whole may take hundreds of megabytes.
+    """Encode an element of `choices` in pieces of some thousand entries: an element may take hundreds of megabytes.
 
     Args:
         index: Number of the prompt.
         prompt: The prompt's ids, int32 [tokens].
         labels: `TopK` with one row per token; each row has at least k entries, by descending value.
-        own: Log-probability of the prompt's next token in each row, float [tokens, 1].
+        own: Log-probability, in each row, of the prompt's next token, float [tokens, 1].
         k: Number of entries to write per row. If the prompt's own token is not among these entries, it is added with
-            its rank in `labels`. If `labels` lacks the token, it gets the rank after the last entry of `labels`; its
-            true rank is that one or a later one.
-        with_ids: Whether to repeat the ids.
+            its rank in `labels`. If `labels` lacks the token, the token gets the rank after the last entry of `labels`;
+            its true rank may be a later one.
+        with_ids: Whether to repeat the prompt's ids in the answer.
     """
     yield (
         f'{{"index":{index},"text":"","logprobs":null,"finish_reason":"length","stop_reason":null,'
@@ -221,7 +222,7 @@ def answer_head(number: str, created: int, model: str) -> bytes:
 
 
 def answer_tail(tokens: int) -> bytes:
-    """Encode the part after the choices; `tokens` counts those of all prompts."""
+    """Encode the part after the choices; `tokens` is the number of tokens in all prompts."""
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     return b'],"usage":' + json.dumps(usage, separators=(",", ":")).encode() + b"}"
 
@@ -234,7 +235,7 @@ def encode_error(status: int, message: str) -> bytes:
 
 @functools.lru_cache(maxsize=256)  # clients use one or two values of k
 def _template(entries: int, *, added: bool = False) -> str:
-    """Return the format string for a position; if `added`, with a last entry of any rank."""
+    """Return the format string for a position with `entries` entries, and one more of any rank if `added`."""
     ranks = [*map(str, range(1, entries + 1)), *(["%d"] if added else [])]
     parts = [f'"%d":{{"logprob":%.9g,"rank":{rank},"decoded_token":null}}' for rank in ranks]  # 9 digits: all float32
     return ",{" + ",".join(parts) + "}"

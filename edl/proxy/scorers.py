@@ -1,8 +1,8 @@
-"""Scorers of a proxy: one for each combination of service, number of entries and temperature that clients request.
+"""Opens a proxy's scorers: one for each combination of service, number of entries and temperature in requests.
 
 A `Scorer` requests a fixed `k` at a fixed temperature. A request for 8 entries therefore stays small even on a proxy
-that allows 128, and any teacher with `--top-k 8` or more can answer it. Each service has one scorer from the start,
-which also reports live teachers.
+that allows 128 entries, and any teacher with `--top-k 8` or more can answer the request. Each service has one scorer
+from the start; this scorer also reports the live teachers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from edl.proxy.settings import ProxySettings
 _MOST_OPEN: Final = 16  # each connects to all teachers of its service; a trainer uses one or two numbers of entries
 _RETRY_S: Final = 1.0
 _POLICY: Final = Policy(aside_s=0.1, failures_to_open=10, open_max_s=2.0)
-"""A failed request goes to another teacher, and is abandoned after three failures. These failures must not make the
-teacher unavailable to other clients, whose prompts it may answer well."""
+"""A failed request goes to another teacher, and is abandoned after three failures. Failures of one client's requests
+must not make the teacher unavailable to other clients, whose prompts the teacher may be able to answer."""
 
 _T = TypeVar("_T")
 
@@ -56,12 +56,12 @@ class ScorerPool:
             raise
 
     def first(self, model: str) -> Scorer:
-        """Return the scorer that a service has from the start."""
+        """Return the scorer that the service of a model has from the start."""
         return self._open[ScorerKey(model)][0]
 
     @contextlib.asynccontextmanager
     async def use(self, key: ScorerKey) -> AsyncIterator[Scorer]:
-        """Hold a scorer for the block; raise `RequestRefusal` 503 if the maximum number is in use."""
+        """Hold a scorer for the block; raise `RequestRefusal` 503 if the maximum number of scorers is in use."""
         async with self._changing:
             if key not in self._open:
                 if len(self._open) >= _MOST_OPEN + len(self._settings.services):
@@ -113,7 +113,7 @@ class ScorerPool:
 
 
 async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function in a thread, and wait for its end even if cancelled: the thread holds the arguments."""
+    """Call a function in a thread; wait for its end even if cancelled, because the thread uses the arguments."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

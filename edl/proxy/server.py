@@ -1,6 +1,6 @@
-"""A proxy that runs, and its routes: access checks, the limit on tokens held, and vLLM's requests to `Scorer`.
+"""Runs a proxy: its routes, access checks and token limit, and the calls of `Scorer` for vLLM's requests.
 
-Each route exists twice: for all models, and below `/NAME` for one, since some trainers know only a teacher's URL.
+Each route exists for all models, and below `/NAME` for one model, because some trainers know only a teacher's URL.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _RETRY_S: Final = 5.0  # retry hint if no teacher is live: one may start within 
 _NO_STORE: Final = {"Cache-Control": "no-store", "Server": "edl", "X-Content-Type-Options": "nosniff"}
 
 _MOST_WAITING: Final = 16
-"""Requests of the largest size whose ids may wait, 4 bytes a token: the excess is refused at once, so that its client
-tries another proxy or retries later."""
+"""Number of requests of the largest size whose ids may wait, at 4 bytes per token. Further requests are refused at
+once, so that their clients try another proxy or retry later."""
 _MOST_REASON: Final = 300  # characters of a reason phrase: clients accept a status line of at most some thousand bytes
 _MOST_REASONS: Final = 200  # logged, each once: clients control the text of some, and must not fill the disk
 _FULL_RETRY_S: Final = 1.0  # a request of the largest size takes seconds
@@ -77,7 +77,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class TokenGate:
-    """Admits requests in order while at most `most` tokens are inside. Used on a single event loop."""
+    """Admits requests in order, with at most `most` tokens in all admitted requests. Used on a single event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -87,7 +87,7 @@ class TokenGate:
 
     @contextlib.asynccontextmanager
     async def room(self, tokens: int, timeout_s: float) -> AsyncIterator[None]:
-        """Hold room for the block; raise `RequestRefusal` 413 for too many tokens, 503 for too long a wait or queue."""
+        """Reserve room for the block; `RequestRefusal` 413 for too many tokens, 503 if wait or queue is too long."""
         if tokens > self._most:
             raise RequestRefusal(
                 413,
@@ -148,7 +148,7 @@ class _ProxyMetrics:
         waiting.set_function(lambda: gate.waiting)
 
     def record(self, status: int, tokens: int, seconds: float) -> None:
-        """Count a request, and the tokens that were sent. A client that disconnected has status 499, as with nginx."""
+        """Count a request, and the tokens that were sent. Status 499, as in nginx: the client disconnected."""
         self._requests.labels(str(status)).inc()
         self._tokens.inc(tokens)
         if tokens:
@@ -208,14 +208,14 @@ class ScoringApi:
                 return await in_thread(read_request, body, *known)
 
     def _asked(self, request: web.Request) -> Mapping[str, str]:
-        """Return the services that a URL names, by model; all of them if it names none."""
+        """Return the services that a URL names, by model; all services if the URL names none."""
         services, name = self._settings.services, request.match_info.get("model")
         if name is not None and name not in services:
             raise RequestRefusal(404, f"no model {quote(name)} for this URL; available: {listed(services)}")
         return services if name is None else {name: services[name]}
 
     def _check_length(self, wanted: CompletionRequest) -> None:
-        """Refuse a prompt that exceeds a request's limit; the scorer refuses one that exceeds the teachers'."""
+        """Refuse a prompt that exceeds a request's limit; the scorer refuses one that exceeds the teachers' limit."""
         longest, room = max(map(len, wanted.prompts)), self._settings.room
         most = self._scorers.first(wanted.model).max_sequence
         if longest <= room:
@@ -238,7 +238,7 @@ class ScoringApi:
     async def _send(
         self, request: web.Request, wanted: CompletionRequest, labels: list[tuple[TopK, Any]]
     ) -> web.StreamResponse:
-        """Send the choices as they are encoded: together they may take gigabytes."""
+        """Send each piece of the choices as soon as it is encoded: all choices together may take gigabytes."""
         response = web.StreamResponse(headers={"Content-Type": "application/json", **_NO_STORE})
         if self.draining:
             response.force_close()
@@ -337,7 +337,7 @@ def _find_refusal(
     if "Origin" in request.headers:  # browsers send it with a page's requests; trainers do not
         return _error(403, "requests from web pages are refused")
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        return _error(415, "compressed bodies are not accepted: send it without Content-Encoding")
+        return _error(415, "compressed bodies are not accepted: send the body without Content-Encoding")
     if hosts is not None and not hosts.allows(request.headers.get("Host")):
         return _error(403, "unknown name in the Host header: use localhost, or --allow-host NAME")
     return None
@@ -355,10 +355,10 @@ async def _answer(request: web.Request, handler: _Handler, api: ScoringApi) -> w
     except web.HTTPNotFound:
         words = f"{shown(request.path, 100)} does not exist here: this proxy only scores prompts, POST /v1/completions"
         if request.path.endswith("/infer/"):
-            words += "; ms-swift up to 4.2 sends it token ids, and since 4.3 chats"
+            words += "; ms-swift up to 4.2 sends token ids there, but 4.3 and later send chats"
         return _error(404, words)
     except web.HTTPRequestEntityTooLarge:
-        return _error(413, f"more than {api.body_limit} bytes: send fewer prompts (edl proxy --max-tokens)")
+        return _error(413, f"the body exceeds {api.body_limit} bytes: send fewer prompts (edl proxy --max-tokens)")
     except web.HTTPException as exc:
         if exc.status < 400:
             raise
@@ -371,7 +371,7 @@ def _until(deadline: float) -> float:
 
 @contextlib.asynccontextmanager
 async def _turn(semaphore: asyncio.Semaphore, deadline: float, words: str) -> AsyncIterator[None]:
-    """Hold a semaphore; refuse the request, with `words`, if not free in time."""
+    """Hold a semaphore; refuse the request, with `words`, if the semaphore is not free in time."""
     try:
         await asyncio.wait_for(semaphore.acquire(), _until(deadline))
     except asyncio.TimeoutError:
@@ -421,9 +421,9 @@ async def _write(response: web.StreamResponse, data: bytes) -> None:
 
 
 class ProxyServer(AppServer):
-    """Answers requests for prompt log-probabilities like vLLM, using the teachers of services.
+    """Answers requests for prompt log-probabilities as vLLM does, using the teachers of services.
 
-    If no teacher is live, requests wait for one, and are refused after `teacher_timeout_s`.
+    If no teacher is live, requests wait for a teacher, and are refused after `teacher_timeout_s`.
 
     Args:
         settings: The proxy's address, its teachers and its limits.

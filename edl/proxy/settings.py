@@ -24,17 +24,17 @@ class ProxySettings:
             `host:port` of each teacher, separated by commas.
         discovery: URL of the registry; None for the default.
         host: Name or address to listen on.
-        port: Port to listen on; 0 for a free one.
+        port: Port to listen on; 0 for a free port.
         top_k: Largest number of entries per position that a request may ask for.
-        max_tokens: Largest number of tokens held at a time, while their labels are requested from teachers or sent to
-            clients; further requests queue. None for the number whose labels fit in 256 MiB: 131,072 at `top_k=128`.
-        timeout_s: Seconds to wait for an answer, queueing included.
+        max_tokens: Largest number of tokens in requests that are being scored or sent; further requests queue. None for
+            the number of tokens whose labels fit in 256 MiB: 131,072 at `top_k=128`.
+        timeout_s: Seconds to wait for an answer, including the time in the queue.
         teacher_timeout_s: Seconds that a request waits while no teacher is live.
-        version: Version of the model; empty for any.
-        tokenizer: Path or hash that teachers must have; empty for any.
+        version: Version of the model that teachers must have; empty for any version.
+        tokenizer: Path or hash of the tokenizer that teachers must have; empty for any tokenizer.
         allowed_hosts: Names, besides localhost, under which clients on this machine may reach the proxy.
         credentials: Certificate and key for HTTPS, and the file of tokens that clients must send.
-        teacher_credentials: Credentials for teachers; None for those in the environment.
+        teacher_credentials: Credentials for teachers; None for the credentials in the environment.
 
     Raises:
         SettingsError: a value is out of range, or tokens would cross the network unencrypted.
@@ -68,12 +68,12 @@ class ProxySettings:
         if asks_token and not self.credentials.cert and not self.local:
             raise SettingsError(
                 f"a proxy on {self.host} accepts no tokens without TLS, because anyone on the network could read them: "
-                "set --tls-cert and --tls-key, or say that the network may be trusted (--allow-insecure-tokens)"
+                "set --tls-cert and --tls-key, or --allow-insecure-tokens if the network can be trusted"
             )
 
     @property
     def room(self) -> int:
-        """Largest number of tokens held at a time."""
+        """Largest number of tokens in requests that are being scored or sent."""
         if self.max_tokens is not None:
             return self.max_tokens
         return max(min(_LABEL_BYTES // (_ENTRY_BYTES * self.top_k), 1 << 18), _LEAST_ROOM)

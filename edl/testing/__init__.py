@@ -1,8 +1,8 @@
-"""Helpers to test programs that use EDL: real teachers on this machine, well-behaved or faulty.
+"""Helps you test programs that use EDL: real teachers on this machine, well-behaved or faulty.
 
 `LocalTeacher` is a real `edl serve` process that you can kill, pause and drain. `edl.testing.models` contains models
-for `LocalTeacher`, which need no training, take a configurable time, show which row an answer belongs to, and can
-misbehave.
+for `LocalTeacher`. These models need no training, take a configurable time, show which row an answer belongs to, and
+can misbehave.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Like a device, these models take time for each batch. The following options control this time:
 
 - `delay_s`: seconds for a batch of any size; `row_s`: additional seconds for each row;
-- `straggle`: the share of batches that take `straggle_factor` times as long, drawn with `seed`.
+- `straggle`: the share of batches that take `straggle_factor` times as long; these batches are drawn with `seed`.
 
-The models sleep during that time, so many teachers fit on one machine. `version` is the version for label caches.
+The models sleep during that time, so many teachers fit on one machine. `version` is the model's version in label
+caches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PRIME = 2039  # the largest below 2048: every remainder is exact in float16 as 
 
 
 class Model:
-    """A function over arrays that takes a given time, including its own computing time; see the module for the options.
+    """A function over arrays that takes a given time, including its computing time; the module describes the options.
 
     `inputs` and `outputs` are tensors as text, such as `"x:float32[4]"`. `sequence_input` is the input that is 0 at the
     start of a sequence; None if rows are independent.
@@ -77,7 +78,7 @@ class Model:
 def zeros(
     classes: int = 1000, shape: Sequence[int] = (3, 224, 224), dtype: str = "uint8", name: str = "image", **options: Any
 ) -> Model:
-    """Map any `name` [rows, *shape] to zeros `logits` FP32 [rows, classes]: a teacher that costs nothing."""
+    """Map any `name` [rows, *shape] to `logits` FP32 [rows, classes], all zeros: a teacher that costs no time."""
     kept: dict[int, Arrays] = {}
 
     def answer(inputs: Arrays) -> Arrays:
@@ -90,7 +91,7 @@ def zeros(
 
 
 def echo(width: int = 4, scale: float = 1.0, repeat: int = 1, **options: Any) -> Model:
-    """`x` FP32 [rows, width] to `y` FP32 [rows, width * repeat]: the row times `scale`, `repeat` times side by side."""
+    """Map `x` FP32 [rows, width] to `y` FP32 [rows, width * repeat]: row times `scale`, repeated `repeat` times."""
 
     def answer(inputs: Arrays) -> Arrays:
         return {"y": np.tile(inputs["x"] * np.float32(scale), (1, repeat))}
@@ -99,7 +100,7 @@ def echo(width: int = 4, scale: float = 1.0, repeat: int = 1, **options: Any) ->
 
 
 def linear(width: int = 4, **options: Any) -> Model:
-    """`x` FP32 [rows, width] to `y` FP32 [rows, width]: `x @ arange(width * width).reshape(width, width)`."""
+    """Map `x` FP32 [rows, width] to `y` FP32 [rows, width]: `x @ arange(width * width).reshape(width, width)`."""
     weights = np.arange(width * width, dtype=np.float32).reshape(width, width)
     return Model(
         lambda inputs: {"y": inputs["x"] @ weights}, [f"x:float32[{width}]"], [f"y:float32[{width}]"], **options
@@ -109,7 +110,7 @@ def linear(width: int = 4, **options: Any) -> Model:
 def fingerprint(
     classes: int = 10, shape: Sequence[int] = (4,), dtype: str = "float32", name: str = "x", **options: Any
 ) -> Model:
-    """Any `name` [rows, *shape] to `y` FP32 [rows, classes] = `fingerprint_of(row)`, which tells rows apart."""
+    """Map any `name` [rows, *shape] to `y` FP32 [rows, classes]: `fingerprint_of` each row, which tells rows apart."""
 
     def answer(inputs: Arrays) -> Arrays:
         return {"y": fingerprint_of(inputs[name], classes)}
@@ -118,7 +119,7 @@ def fingerprint(
 
 
 def fingerprint_of(rows: Array, classes: int = 10) -> Array:
-    """Return what `fingerprint` answers: whole numbers below 2039, computed from all bytes of a row.
+    """Return the answer of `fingerprint`: whole numbers below 2039, computed from all bytes of a row.
 
     Two different rows agree in all classes with a probability of about 2039 to the power of -min(classes, 5), and the
     numbers are exact in FP32 and FP16. A label that belongs to a different input is therefore noticed. `rows` is [rows,
@@ -132,7 +133,7 @@ def fingerprint_of(rows: Array, classes: int = 10) -> Array:
 
 
 def _factors(seed: int, count: int) -> Array:
-    """Return odd numbers, so that every bit counts. Sums of products wrap around at 2**64, as in numpy's uint64."""
+    """Return odd numbers, so that every bit counts. Their products and sums wrap at 2**64, as in numpy's uint64."""
     drawn: Array = np.random.default_rng(seed).integers(1 << 63, size=count, dtype=np.uint64)
     return drawn * np.uint64(2) + np.uint64(1)
 
@@ -143,7 +144,7 @@ def _mixed(sums: Array, count: int) -> Array:
 
 
 def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) -> Model:
-    """`ids` INT32 and `position` INT32 [rows] to `name` FP32 [rows, vocabulary] = `prefix_scores_of` of each sequence.
+    """Map `ids` and `position` INT32 [rows] to `name` FP32 [rows, vocabulary]: each sequence's `prefix_scores_of`.
 
     As in a language model, a row's answer depends on all tokens of its sequence up to this row, so a split or shifted
     sequence is noticed. The model declares that its rows belong to sequences (`sequence_input`), so batches must
@@ -155,7 +156,7 @@ def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) 
         starts = np.flatnonzero(position == 0)
         expected = np.arange(len(ids)) - np.repeat(starts, np.diff([*starts, len(ids)])) if position[0] == 0 else None
         if expected is None or (position != expected).any():
-            raise ValueError(f"positions {position.tolist()} are not those of whole sequences")
+            raise ValueError(f"positions {position.tolist()} do not belong to whole sequences")
         found = [prefix_scores_of(part, vocabulary) for part in np.split(ids, starts[1:])]
         return {name: np.concatenate(found)}
 
@@ -169,7 +170,7 @@ def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) 
 
 
 def prefix_scores_of(ids: Array, vocabulary: int = 16) -> Array:
-    """Return what `prefix_scores` answers for the ids of a sequence: FP32 [tokens, vocabulary] from -15.9 to 0."""
+    """Return the answer of `prefix_scores` for the ids of a sequence: FP32 [tokens, vocabulary] from -15.9 to 0."""
     tokens = np.asarray(ids, np.int64).astype(np.uint64) + np.uint64(1)
     steps = np.arange(1, len(tokens) + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):  # sums wrap around at 2**64
@@ -178,7 +179,7 @@ def prefix_scores_of(ids: Array, vocabulary: int = 16) -> Array:
 
 
 def nan(width: int = 4, **options: Any) -> Model:
-    """As `echo`, with NaN in the last element of every row; for options see `_faulty`."""
+    """Do the same as `echo`, but with NaN in the last element of every row; for the options, see `_faulty`."""
 
     def spoil(y: Array) -> Array:
         y[:, -1] = math.nan
@@ -188,7 +189,7 @@ def nan(width: int = 4, **options: Any) -> Model:
 
 
 def raises(width: int = 4, message: str = "boom", **options: Any) -> Model:
-    """As `echo`, but it raises RuntimeError; for options see `_faulty`."""
+    """Do the same as `echo`, but raise RuntimeError with `message`; for the options, see `_faulty`."""
 
     def spoil(y: Array) -> Array:
         raise RuntimeError(message)
@@ -204,10 +205,10 @@ def _faulty(
     above: float = -math.inf,
     **options: Any,
 ) -> Model:
-    """Return a model that echoes, and misbehaves when all of these conditions hold.
+    """Return a model that echoes its input, and misbehaves when all of the following conditions hold.
 
-    The conditions are: the batch is the last of `every` batches; the file `while_exists`, if given, exists; and the
-    first number of at least one row is greater than `above`.
+    The batch is the last of every `every` batches; the file `while_exists`, if given, exists; and the first number of
+    at least one row is greater than `above`.
     """
     batches = 0
 

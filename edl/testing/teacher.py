@@ -22,28 +22,29 @@ from typing_extensions import Self
 from edl.errors import ClosedError, EDLError
 
 _POLL_S = 0.01
-"""Interval between checks for a file or a process state: a start takes a second or more."""
+"""Interval between checks for a file or a process state: starting a teacher takes a second or more."""
 _STOP_S = 10.0
-"""How long the kernel may take to stop a process: milliseconds, unless the process waits for a disk."""
+"""How long the kernel may take to stop a process: this takes milliseconds, unless the process waits for a disk."""
 
 
 class LocalTeacher:
     """An `edl serve` process on a free port of this machine, which is ready when the constructor returns.
 
     The teacher's process ends at `close`, at the end of the `with` block, when the object is garbage-collected, or when
-    this process ends, even if SIGKILL ends it.
+    this process ends, even if SIGKILL ends this process.
 
     Args:
         target: name of a model in `edl.testing.models`; or a model in the format of `edl serve --factory`:
             `package.module:name` or `path/file.py:name`. Empty if `serve` names the model.
         name: the model's name in requests.
-        service, discovery: the service's name, and the store to register in. Without a service, it does not register.
-        port: TCP port, 0 for a free one.
+        service, discovery: the service's name, and the store to register in. Without a service, the teacher does not
+            register.
+        port: TCP port; 0 for a free port.
         max_batch, max_queue: limits in rows; None for the server's defaults.
-        serve: additional flags for `edl serve`, without the dashes: `{"threads": 1, "max-delay": "2ms"}`; a bool turns
-            a flag on or off, a list repeats it, a mapping repeats it with `key=value`.
+        serve: additional flags for `edl serve`, without the dashes: `{"threads": 1, "max-delay": "2ms"}`. A bool turns
+            a flag on or off, a list repeats the flag, and a mapping repeats the flag with `key=value`.
         env: additional environment variables. This process's variables are inherited, except those for TLS and tokens.
-        wait: False to return at once; call `wait_ready` later. This makes it faster to start several teachers.
+        wait: False to return at once; call `wait_ready` later. With False, several teachers start faster.
         timeout_s: seconds that the teacher may take to become ready.
         options: arguments of the factory.
 
@@ -116,7 +117,7 @@ class LocalTeacher:
 
     @property
     def metrics_port(self) -> int | None:
-        """The port of `/metrics`; None unless `serve` asks for it."""
+        """The port of `/metrics`; None unless `serve` contains a flag for this port."""
         port = self._when_ready()["metrics_port"]
         return None if port is None else int(port)
 
@@ -140,7 +141,7 @@ class LocalTeacher:
         """Wait until the teacher serves and is registered.
 
         Args:
-            timeout_s: seconds that this may take; None for the constructor's `timeout_s`.
+            timeout_s: seconds that the wait may take; None for the constructor's `timeout_s`.
 
         Raises:
             EDLError: The teacher ended, or `timeout_s` passed.
@@ -161,7 +162,7 @@ class LocalTeacher:
             time.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for the end. Open requests are lost."""
+        """Send SIGKILL, and wait until the process has ended. Open requests are lost."""
         self._process.kill()
         self._process.wait()
 
@@ -170,7 +171,7 @@ class LocalTeacher:
         self._process.terminate()
 
     def pause(self) -> None:
-        """Send SIGSTOP, and wait until the process stops. It keeps its connections and its lease, but does nothing.
+        """Send SIGSTOP, and wait until the process stops, which keeps its connections and lease, but does nothing.
 
         Raises:
             TimeoutError: the process has not stopped after 10 s.
@@ -184,7 +185,7 @@ class LocalTeacher:
             time.sleep(_POLL_S)
 
     def resume(self) -> None:
-        """Send SIGCONT, so that it continues after `pause`."""
+        """Send SIGCONT, so that the process continues after `pause`."""
         self._process.send_signal(signal.SIGCONT)
 
     def wait(self, timeout_s: float = 60.0) -> int:
@@ -228,7 +229,7 @@ class LocalTeacher:
 
 
 def _without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
-    """Remove a student's credentials: if the teacher had the student's CA, it would look for a certificate."""
+    """Return the environment without the student's credentials: given its CA, a teacher would need a certificate."""
     return {key: value for key, value in environ.items() if not key.startswith(("EDL_TLS_", "EDL_TOKEN"))}
 
 
@@ -237,7 +238,7 @@ def _as_json(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _arguments(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as command-line arguments. They have the form with `=`, so that a value may begin with a dash."""
+    """Return flags as command-line arguments in the form `--name=value`, so that a value may begin with a dash."""
     arguments: list[str] = []
     for name, value in flags.items():
         if isinstance(value, bool):

@@ -1,7 +1,8 @@
-"""A store that one process serves over gRPC, from its SQLite file, to processes on any host. URLs `edl://HOST:PORT`.
+"""A store that one process serves from its SQLite file, over gRPC, to processes on any host: `edl://HOST:PORT`.
 
-`server` serves it and keeps metrics of the last hours, `host` decides which process of a host serves for a training
-job, `store` is the client, and `addresses` finds this host's addresses and diagnoses failed connections.
+`server` serves the store and keeps the metrics of the last hours. `host` decides which process on a host serves the
+store of a training job. `store` is the client. `addresses` finds this host's addresses and diagnoses failed
+connections.
 """
 
 from __future__ import annotations

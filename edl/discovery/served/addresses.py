@@ -1,4 +1,4 @@
-"""Addresses of a served store: where to listen, whether a name refers to this host, and why no server answers."""
+"""Handles a served store's addresses: where to listen, whether a name is this host's, and why no server answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 _TIMEOUT_S: Final = 2.0
 """Seconds to connect, and then to wait for an answer: a reachable host takes milliseconds, and a user is waiting."""
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""The first bytes that an HTTP/2 client, and so a gRPC client, sends, with a settings frame (RFC 9113, 3.4)."""
+"""The first bytes that an HTTP/2 client (and so a gRPC client) sends: the preface and a settings frame (RFC 9113,
+3.4)."""
 _SETTINGS: Final = 4
 """The type of the frame that an HTTP/2 server sends first (RFC 9113, 6.5)."""
 
@@ -28,7 +29,7 @@ class PortTakenError(DiscoveryError):
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where a server listens: an IP address, or `::` for all of this host's, including IPv4; port 0 for any."""
+    """Where a server listens: an IP address, or `::` for all IPv4 and IPv6 addresses; port 0 means any free port."""
 
     host: str
     port: int
@@ -60,7 +61,7 @@ class ListenAddress:
 
 
 def open_listener(backlog: int | None = None) -> socket.socket:
-    """Listen at all of this host's addresses, IPv4 and IPv6, at a port that the system chooses."""
+    """Listen on all IPv4 and IPv6 addresses of this host, on a port that the system chooses."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
@@ -68,7 +69,7 @@ def open_listener(backlog: int | None = None) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is localhost or a loopback address, by which other hosts cannot reach this host."""
+    """Return whether `host` is localhost or a loopback address, at which other hosts cannot reach this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -78,7 +79,7 @@ def is_loopback(host: str) -> bool:
 def is_own_host(host: str) -> bool:
     """Return whether `host` is this host by the rules of torch's c10d, or the address of one of its interfaces.
 
-    False for a name that cannot be resolved now; ask again later.
+    The result is False for a name that cannot be resolved now, so call this again later.
     """
     if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
         return True
@@ -107,9 +108,9 @@ def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
 def outward_address(servers: Iterable[str]) -> str:
     """Return this host's address on the route to one of a store's servers, or else on the default route.
 
-    Without a route, the result is 127.0.0.1. A server at a loopback address of this host is an agent in a cluster, and
-    the other hosts of the cluster cannot reach that address. Nothing is sent: connecting a datagram socket only asks
-    the kernel for the route.
+    Without a route, the result is 127.0.0.1. A server at a loopback address of this host is an agent in a cluster;
+    because the other hosts in the cluster cannot reach that address, the default route is used. Nothing is sent:
+    connecting a datagram socket only asks the kernel for the route.
     """
     for host in (*servers, *_ANYWHERE):
         if is_loopback(host):
@@ -125,7 +126,7 @@ def outward_address(servers: Iterable[str]) -> str:
 
 
 class Diagnosis(NamedTuple):
-    """What a connection attempt found: the remedy for the fault, empty if a gRPC server answers.
+    """The result of a connection attempt: the remedy for the fault, empty if a gRPC server answers.
 
     `final` means that the fault will not go away by itself; `connected` means that a program is listening.
     """
@@ -143,19 +144,19 @@ def diagnose(host: str, port: int) -> Diagnosis:
             return _greet(connection, port)
     except socket.gaierror as exc:
         return Diagnosis(
-            f"the name {host} cannot be resolved here ({exc.strerror}): correct it, or write the address",
+            f"the name {host} cannot be resolved here ({exc.strerror}): correct the name, or use an address",
             connected=False,
         )
     except TimeoutError:
         return Diagnosis(
-            f"nothing answers, not even with a refusal: {host} is down, or a firewall drops it; open its TCP port "
-            f"{port} for this node",
+            f"nothing answers, not even with a refusal: {host} is down, or a firewall drops packets; open TCP port "
+            f"{port} of {host} for this node",
             connected=False,
         )
     except ConnectionRefusedError:
         return Diagnosis(
-            f"nothing listens on that port: start the same command on {host}; if it runs there, check that the port "
-            "matches",
+            f"nothing listens on that port: start the same command on {host}; if it already runs there, check that "
+            "the ports match",
             connected=False,
         )
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Decides which process on a host serves the store: the first one; when it ends, another one of the same user."""
+"""Decides which process on a host serves the store: the first; when it ends, another process of the same user."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from edl.resource import Resource
 logger = logging.getLogger(__name__)
 
 KEPT: Final = "keep/"
-"""Prefix of keys that mark the store as needed after its server has ended, so that its file is kept."""
+"""Prefix of keys that mark the store as needed after its server has ended, so that the store's file is kept."""
 
 _LOOK_S: Final = 0.1
-"""How soon another process on this host takes over from a process that died. A check is one call of `flock`."""
+"""How soon another process on this host takes over from a process that died. Each check is a single call of `flock`."""
 _PORT_AGAIN_S: Final = 1.0
-"""Wait between two attempts to listen while another program has the port, or its last connections linger."""
+"""Wait between two attempts to listen while another program uses the port, or its last connections linger."""
 _END_S: Final = 2.0
 """How long other processes may take to end as well. After this time, another process takes over, or this process
 reports that it continues to serve."""
 _HAND_OVER_S: Final = 10.0
-"""How long another process may take to start serving: it checks every 0.1 s, and opens a file that is in memory."""
+"""How long another process may take to start serving: the process checks every 0.1 s, and opens a file in memory."""
 
 
 class StoreHost(Resource):
@@ -74,11 +74,11 @@ class StoreHost(Resource):
         return "" if server is None else server.name
 
     def leave(self, say: Callable[[str], None], patience_s: float) -> None:
-        """Stop serving as soon as no client is left, or another process on this host takes over.
+        """Stop serving as soon as no client is left, or as soon as another process on this host takes over.
 
-        Otherwise, remaining clients would lose the store, and with it their job. If this takes long, `say` is called
-        with a line of text. The last process removes the file, unless keys that begin with `KEPT` mark it as needed:
-        then the process waits `patience_s` for clients, and keeps the file.
+        If this process stopped serving earlier, the remaining clients would lose the store, and with it their job. If
+        the wait takes long, `say` is called with a line of text. The last process removes the file, unless keys that
+        begin with `KEPT` mark the store as needed: then the process waits `patience_s` for clients, and keeps the file.
         """
         self._background.close()
         began = time.monotonic()
@@ -105,7 +105,9 @@ class StoreHost(Resource):
             if not is_announced and time.monotonic() > began + 1.5 * _END_S:
                 is_announced = True
                 others = "other nodes" if needed else "nodes that could not store the job's last state"
-                say(f"this node serves the store until {others} have ended; a signal ends it now, and their job")
+                say(
+                    f"this node serves the store until {others} have ended; a signal ends the store, and their job, now"
+                )
             time.sleep(_LOOK_S)
 
     def _look(self) -> float | None:
@@ -182,14 +184,14 @@ class StoreHost(Resource):
 
 
 class FileLock:
-    """A lock on a file, created if missing, which the kernel releases when this process ends. Holders may remove it."""
+    """A lock on a file (created if missing). The kernel releases it when this process ends. Holders may remove it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = self._open()
 
     def take(self, kind: int) -> bool:
-        """Take the lock, or convert it to this kind (`fcntl.LOCK_EX` or `LOCK_SH`); return False if others hold it."""
+        """Take or convert the lock (`kind`: `fcntl.LOCK_EX` or `LOCK_SH`); return False if other processes hold it."""
         while True:
             try:
                 fcntl.flock(self._file, kind | fcntl.LOCK_NB)
@@ -216,7 +218,7 @@ class FileLock:
 
 
 def _folder() -> Path:
-    """Return this user's folder, in memory if the host has `/dev/shm`."""
+    """Return this user's folder, which is in memory if the host has `/dev/shm`."""
     base = Path("/dev/shm")
     if not os.access(base, os.W_OK):
         base = Path(tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""The serving side of a store: a gRPC server over a SQLite file, with an event loop in its own thread.
+"""Serves a store: a gRPC server over a SQLite file, with an event loop in its own thread.
 
 All calls are answered in the loop's thread, and no call waits inside a transaction. No other process should write to
 the file, so the server can push changes to watches at once.
@@ -43,16 +43,16 @@ _FILE_S: Final = 1.0
 """How long a transaction may wait for another process; no other process should use the file."""
 _OPTIONS: Final = (("grpc.max_receive_message_length", 1 << 20),)  # four times the largest value
 TICK_S: Final = 0.1
-"""How often the server checks for expired leases, so other processes see a death up to this much later. A check takes
-20 µs."""
+"""How often the server checks for expired leases, so other processes see a death up to this much later. Each check
+takes 20 µs."""
 PAUSE_S: Final = 0.3
-"""A tick this late means that the process stalled (garbage collection, a stopped or swapping machine) and read no
-renewals, so leases do not count the pause. The value is less than a quarter of a 1.5 s lease: a client renews after a
-quarter."""
+"""A tick that is this late means that the process stalled (garbage collection, a stopped or swapping machine) and read
+no renewals, so all leases are extended by the pause. The value is less than a quarter of a 1.5 s lease, because a
+client renews its lease after a quarter of the lease length."""
 _CHUNK_NBYTES: Final = 1 << 20
-"""Size of a message: gRPC refuses more than 4 MiB by default, and an entry may exceed the chunk by 256 KiB."""
+"""Size of a message: gRPC refuses more than 4 MiB by default, and the last entry may exceed this size by 256 KiB."""
 _CHUNK_ENTRIES: Final = 1000
-"""Entries per message, so that many small ones block the server for milliseconds at most."""
+"""Entries per message: with this limit, many small entries block the server for milliseconds at most."""
 
 Context = Any
 
@@ -68,9 +68,9 @@ class StoreLimits:
 
 
 class StoreServicer:
-    """Answers requests from a store: the method NAME of store.proto by `_name`.
+    """Answers requests from a store: `_name` answers the method NAME of store.proto.
 
-    It first renews all leases: their holders could not while nothing served it.
+    A new servicer first renews all leases: their holders could not renew them while no process served the store.
     """
 
     def __init__(self, store: SqliteStore, limits: StoreLimits, name: str, rings: SeriesRings) -> None:
@@ -105,7 +105,7 @@ class StoreServicer:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     async def tick(self) -> None:
-        """End expired leases, and notify watches, until cancelled."""
+        """End expired leases, and notify watches, until this is cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             try:
@@ -116,7 +116,7 @@ class StoreServicer:
             except DiscoveryError as exc:
                 if str(exc) != self._complaint:
                     self._complaint = str(exc)
-                    logger.warning("the store that is served here cannot be written: %s", exc)
+                    logger.warning("the store that this process serves cannot be written: %s", exc)
 
     def _catch_up(self) -> None:
         """Extend all leases by the time during which this process stalled and read no renewals."""
@@ -143,7 +143,7 @@ class StoreServicer:
             self._notify()
 
     def _notify(self) -> None:
-        """Wake every watch, after the call that changed something."""
+        """Wake every watch after a change."""
         changed, self._changed = self._changed, self._changed.get_loop().create_future()
         changed.set_result(None)
 
@@ -152,7 +152,7 @@ class StoreServicer:
     async def _answer(
         self, answer: Callable[[Any], Any], reply: Callable[[], Any], request: Any, context: Context
     ) -> Any:
-        """Answer a call. It awaits nothing, so calls do not interleave."""
+        """Answer a call. Awaits nothing, so calls do not interleave."""
         with _refusing(context):
             self._catch_up()
             return answer(request)
@@ -232,7 +232,7 @@ class StoreServicer:
                 self.watches.discard(watch)
 
     def _differences(self, prefix: str, sent: dict[str, int], first: bool) -> list[messages.WatchReply]:
-        """Return what has changed since `sent`, which is updated; the first time, at least one message."""
+        """Return the changes since `sent`, and update `sent`; if `first`, return at least one message."""
         entries = self._store.read_all(prefix)
         reply, nbytes = messages.WatchReply(deleted=sent.keys() - {entry.key for entry in entries}), 0
         replies = [reply]
@@ -271,7 +271,10 @@ class _EndingError(Exception):
 
 @contextlib.contextmanager
 def _refusing(context: Context) -> Iterator[None]:
-    """Turn errors into gRPC errors without `context.abort`, whose error keeps the server alive until collected."""
+    """Turn errors into gRPC errors.
+
+    This does not use `context.abort`, because its exception keeps the server alive until garbage is collected.
+    """
     try:
         yield
     except (SettingsError, DiscoveryError, _FullError, _EndingError) as exc:
@@ -289,7 +292,7 @@ _CODES: Final = {
 # --- Metrics of the last hours ---
 
 Sample = Mapping[str, Mapping[str, float | None]]
-"""A point of each series: the values of its fields by name; None if a value is unknown."""
+"""A point for each series, by the series' name: the values of the fields by name; None if a value is unknown."""
 
 EVERY_S: Final = 10.0
 KEPT_S: Final = 4 * 3600.0
@@ -299,11 +302,12 @@ _MOST_FIELDS: Final = 15
 
 
 class SeriesRings:
-    """Metrics of the last hours, in memory: a ring of points by the name of its series. Thread-safe.
+    """Keeps the metrics of the last hours in memory: a ring of points for each series. Thread-safe.
 
-    They show what happened before an incident, without Prometheus. A series has a point every 10 s for 4 h, and is
-    forgotten 4 h after its last point, or when there are too many. A point has at most 16 numbers of 8 bytes, so a
-    series takes at most 200 KB, and all of them 50 MB. The recorder defines what the numbers mean.
+    These metrics show what happened before an incident, without Prometheus. A series has a point every 10 s for 4 h,
+    and is forgotten 4 h after its last point, or when there are too many series. A point has at most 16 numbers of 8
+    bytes, so a series takes at most 200 KB, and all series take at most 50 MB. The recorder defines what the numbers
+    mean.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:

@@ -1,4 +1,4 @@
-"""The gRPC client of a store that another process serves. URLs `edl://HOST:PORT`."""
+"""The gRPC client of a store that another process serves, with URLs such as `edl://HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULT_PORT: Final = 29400
 def store_credentials(credentials: Credentials) -> Credentials:
     """Return the credentials for a served store: tokens, and mutual TLS if all its files are set.
 
-    A CA alone, or a certificate alone, is for teachers.
+    If only a CA, or only a certificate and its key, is set, the settings are meant for connections to teachers.
     """
     if credentials.ca and credentials.cert:
         return credentials
@@ -121,7 +121,7 @@ class StoreClient(Resource):
             raise ClosedError(f"the connection to {self.target} is closed") from exc
 
     def replies(self, call: Any) -> Iterator[Any]:
-        """Yield what a call with several answers returns."""
+        """Yield the answers of a streaming call."""
         try:
             yield from call
         except grpc.RpcError as exc:
@@ -158,7 +158,7 @@ class StoreClient(Resource):
         return DiscoveryError(f"{self.target}: {words or code.name}")
 
     def _explained(self, words: str) -> str:
-        """Return what is wrong with TLS or certificates if no call was answered yet; else gRPC's error message."""
+        """Return what is wrong with TLS or certificates if no call has been answered yet; else gRPC's error message."""
         return words if self._answered else self.explain_tls(words) or words
 
     def explain_tls(self, words: str | None = None) -> str:
@@ -182,7 +182,7 @@ class StoreClient(Resource):
         return call_metadata(self.target.endpoint, self._files)
 
     def _current(self) -> grpc.Channel:
-        """Return the channel; a new channel if certificates were replaced, as a channel keeps its initial ones."""
+        """Return the channel; a new one if certificates were replaced, as a channel keeps its initial certificates."""
         if self._version != self._material_version:
             with self._making:
                 version = self._material_version
@@ -293,7 +293,7 @@ class _GrantedClaim(Claim):
 
 
 class _PushFollower(Follower[Entries]):
-    """Reads what the server pushes. The server sends the whole state first, then only what changes."""
+    """Reads the changes that the server pushes. The server first sends the whole state, then only changes."""
 
     def __init__(self, client: StoreClient, prefix: str) -> None:
         self._client = client

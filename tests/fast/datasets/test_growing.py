@@ -143,7 +143,7 @@ def test_reader_is_updated(log: Path) -> None:
     Follower(master, "data", load_dataset(dataset.spec)).follow_once()
     reader = load_dataset(dataset.spec)
     assert not reader.covers(Lease(0, 1, 2, 4))
-    with pytest.raises(SettingsError, match="if it has grown, update"):
+    with pytest.raises(SettingsError, match="if the data set has grown, update"):
         reader.read(Lease(0, 1, 2, 4))
     reader.update(master.describe_dataset("data"))
     assert reader.covers(Lease(0, 1, 2, 4))

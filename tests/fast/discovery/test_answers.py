@@ -133,6 +133,6 @@ def test_filtered_by_acls_is_an_error() -> None:
     with (
         serving(answer) as port,
         open_registry(f"consul://127.0.0.1:{port}") as registry,
-        pytest.raises(DiscoveryError, match="the token may not read it"),
+        pytest.raises(DiscoveryError, match="the token may not read them"),
     ):
         registry.snapshot("s")

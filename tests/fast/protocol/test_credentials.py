@@ -66,7 +66,7 @@ BAD: list[tuple[Callable[[Path], dict[str, str]], str]] = [
     (issued(key=ed25519.Ed25519PrivateKey.generate()), "bad.pem' is for a kind of key that gRPC cannot use"),
     (pair(GOOD.cert + b"-----BEGIN CERTIFICATE-----", GOOD.key), "contains no certificate, or a damaged one"),
     (file("ca2.pem", "nothing of that kind", "ca"), "ca2.pem' contains no certificate"),
-    (lambda folder: {"ca": "system"}, "name one of your own for clients"),
+    (lambda folder: {"ca": "system"}, "for clients, name your own CA"),
     (file("none", "# none yet\n", "token_file"), "contains no token: write one per line"),
     (file("short", f"{TOKEN}\nsecret-short\n", "token_file"), "line 2: a token of 12 characters can be guessed"),
     (file("two", f"{TOKEN} {TOKEN}\n", "token_file"), "line 1: expected one token per line, of letters, digits"),
@@ -162,7 +162,7 @@ def test_own_certificate_that_expired(tmp_path: Path, monkeypatch: pytest.Monkey
 INCOMPLETE = [
     ({"cert": "a.pem"}, False, "a TLS certificate without its key"),
     ({"key": "a.key"}, True, "a TLS key without its certificate"),
-    ({"ca": "ca.pem"}, True, "a server needs one, --tls-cert"),
+    ({"ca": "ca.pem"}, True, "a server needs --tls-cert"),
     ({"server_name": "a"}, False, "no server can be verified"),
     ({"cert": "a.pem", "key": "a.key"}, False, "no server can be verified"),
     ({"ca": ""}, False, "ca must be non-empty text"),

@@ -148,7 +148,7 @@ def test_any_change_of_a_file_is_noticed(tmp_path: Path, change: Any, words: str
         (["--teachers", "a:1", "--temperature", "2"], 2, "--temperature 2 requires --top-k"),
         (["--teachers", "a:1", "--output", "/proc/none"], 2, "'/proc/none'"),
         (["--teachers", "a:1", "--outputs", "y,y"], 2, "outputs ('y', 'y'): a name appears twice"),
-        (["--teachers", "a:1", "--inputs", "x,x=name"], 2, "--inputs 'x,x=name': a name comes twice"),
+        (["--teachers", "a:1", "--inputs", "x,x=name"], 2, "--inputs 'x,x=name': a name appears twice"),
     ],
 )
 def test_mistakes_end_with_one_line(

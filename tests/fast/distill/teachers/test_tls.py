@@ -224,7 +224,7 @@ def test_tokens_change_and_are_taken_back(
     put(tmp_path / "mine", NEW)
     reading.read_until(lambda: replacements(caplog) >= 2)
     put(tmp_path / "valid", NEW)
-    words = stale.wait_shut_out("the token is not valid here, or no longer")
+    words = stale.wait_shut_out("the token is not valid here, or is no longer valid")
     assert "UNAUTHENTICATED" in words
     reading.read(400)
     assert OLD not in words + caplog.text, "a token in words or in the log"

@@ -49,9 +49,10 @@ _LOOK_S = 0.1
 _HEAD = """\
 # Benchmarks
 
-`make bench` writes this page; do not edit it. Unless its section says otherwise, a figure is the ratio of two sides
-that were measured in turns in one run, or seconds if its name ends in `_s`. The tables show the median of all rounds,
-and their range. `benchmarks/NAME.py` runs one benchmark; `python -m benchmarks NAME` also updates its section here.
+`make bench` writes this page; do not edit it. Unless its section says otherwise, a figure is the ratio of the results
+of two sides that were measured alternately in one run, or a time in seconds if its name ends in `_s`. The tables show
+the median of all rounds, and their range. `benchmarks/NAME.py` runs one benchmark; `python -m benchmarks NAME` also
+updates its section here.
 
 Machine: {machine}.
 """

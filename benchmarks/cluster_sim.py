@@ -1,9 +1,9 @@
 """How well the arbiter shares a cluster on a simulated day, and how long a decision takes.
 
 Jobs that request 95% of the day's GPU hours share 3,200 GPUs (400 nodes of 8). An online load takes 15% to 45% of the
-GPUs, and teachers borrow idle GPUs. The alternatives are gang scheduling with backfill, which starts a job with all or
-a quarter (`at the minimum`) of its workers, and EDL's ancestor, paddle-operator's autoscaler. Changing the number of
-workers pauses a job for 5 s to 60 s; no work is lost.
+GPUs, and teachers borrow idle GPUs. There are two alternatives: gang scheduling with backfill, which starts a job
+either with all of its workers or with a quarter of them (`at the minimum`), and paddle-operator's autoscaler, which is
+EDL's ancestor. Changing the number of workers pauses a job for 5 s to 60 s; no work is lost.
 
 - `decision_s`: CPU seconds of the slowest of five decisions with 1,000 jobs on 10,000 nodes.
 - `wait_vs_gang`: the mean time that jobs wait for their minimum of workers, divided by that with gang scheduling.

@@ -1,9 +1,9 @@
 """How much soft labels from remote teachers slow a student: its steps per second with them, divided by those without.
 
 The students compute on one core: `student` at the pace of a ResNet50 on a V100 (230 images/s), `fast_student` four to
-five times as fast, and `lm_student`, a small language model. Two teachers sleep instead of computing; together, they
-are three times as fast as the student. Images and labels really travel over TCP. `..._limit` is the ratio for a student
-without teachers, while bare gRPC passes the same bytes on the same two cores.
+five times as fast, and `lm_student`, a small language model. Two teachers sleep instead of computing, at such a pace
+that they are three times as fast as each of these students. Images and labels really travel over TCP. `..._limit` is
+the ratio for a student without teachers, while bare gRPC passes the same bytes on the same two cores.
 """
 
 from __future__ import annotations

@@ -173,13 +173,13 @@ def credential_options(role: Literal["client", "server"], others: str) -> dict[s
             "tls-ca": f"use TLS; CAs to trust for {others}, or system (EDL_TLS_CA)",
             "tls-server-name": "name to expect in certificates instead of the host (EDL_TLS_SERVER_NAME)",
             "tls-cert": f"certificate to present to {others}: mutual TLS (EDL_TLS_CERT)",
-            "tls-key": "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)",
+            "tls-key": "the certificate's private key, PEM, readable by owner and group only (EDL_TLS_KEY)",
             "token-file": f"send the first token of this file to {others} (EDL_TOKEN_FILE)",
             "allow-insecure-tokens": "send tokens without TLS beyond this host (EDL_ALLOW_INSECURE_TOKENS)",
         }
     return {
         "tls-cert": f"this server's certificate, PEM; {others} connect over TLS",
-        "tls-key": "its private key, PEM, readable by owner and group only",
+        "tls-key": "the certificate's private key, PEM, readable by owner and group only",
         "tls-ca": f"mutual TLS: accept only {others} with a certificate from these CAs",
         "token-file": f"accept only {others} with a token from this file: one per line, 16 characters or more",
         "allow-insecure-tokens": "accept tokens without TLS from other hosts, for example behind a proxy with TLS",

@@ -59,7 +59,8 @@ Across machines, give every command and program the same store:
 _USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TRY_AGAIN = 1, 2, 141, 130, 75
-"""As in a shell, 128 plus the signal's number (SIGPIPE, SIGINT); EX_TEMPFAIL from sysexits.h; 2, as argparse uses."""
+"""Exit codes. After SIGPIPE and SIGINT, as in a shell, they are 128 plus the signal's number. EXIT_TRY_AGAIN is
+EX_TEMPFAIL from sysexits.h, and EXIT_USAGE is argparse's exit code."""
 
 _GROUP = "edl.commands"
 _COMMANDS = {
@@ -79,13 +80,14 @@ _COMMANDS = {
     "submit": ("edl.cli.kube.submit", "Starts an elastic job on Kubernetes, optionally with teachers"),
     "jobs": ("edl.cli.kube.workloads:jobs", "Lists jobs and pools in a Kubernetes cluster"),
     "logs": ("edl.cli.kube.logs", "Shows the logs of a job's or pool's members on Kubernetes"),
-    "scale": ("edl.cli.kube.workloads:scale", "Sets the number of workers or teachers; `auto` undoes it"),
+    "scale": ("edl.cli.kube.workloads:scale", "Sets the number of workers or teachers; with `auto`, EDL decides it"),
     "suspend": ("edl.cli.kube.workloads:suspend", "Stops the pods of jobs and pools; `edl resume` restarts them"),
     "resume": ("edl.cli.kube.workloads:resume", "Restarts the pods of suspended jobs and pools"),
     "delete": ("edl.cli.kube.workloads:delete", "Deletes jobs and pools on Kubernetes without asking"),
     "operator": ("edl.cli.servers:operator", "Runs ElasticJobs and TeacherPools in a Kubernetes cluster"),
 }
-"""Command -> target and summary, in the order a new user needs them; if the target is empty, see the entry points."""
+"""Target and summary of each command, in the order in which a new user needs the commands. If the target is empty, an
+entry point names it."""
 
 _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),
@@ -99,7 +101,8 @@ _PROVIDERS = {
     "torch": ("torch", "torch"),
     "yaml": ("pyyaml", "kubernetes"),
 }
-"""Module -> the package that contains it, and the EDL extra that installs the package and all else needed with it."""
+"""For each module, the package that contains it, and the EDL extra that installs the package and everything needed with
+it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,7 +194,7 @@ def find_commands() -> dict[str, Command]:
 
 
 def explain_missing(exc: ModuleNotFoundError) -> str | None:
-    """Return what to install for a missing module; None for one of EDL's own: a bug, which needs its traceback."""
+    """Return what to install for a missing module; None for a module of EDL: a bug that needs its traceback."""
     missing = (exc.name or "").partition(".")[0]
     if missing in ("", "edl", "edl_serving"):
         return None

@@ -32,8 +32,9 @@ Asks teachers for the soft labels of a whole data set and writes them to a folde
 SoftLabelCache(path=FOLDER), or with load_labels(FOLDER), needs no teachers. If the command is stopped or killed, run it
 again to resume.
 
-With --job NAME, the same command on several machines shares the run: each takes shards of rows, and you may kill or
-start any of them at any moment. They need only a common store (--store): any of them can be the master."""
+With --job NAME, the same command on several machines shares the run: each process takes shards of rows, and you may
+kill or start any process at any moment. The processes need only a common store (--store): each of them can be the
+master."""
 
 _EXAMPLES = """\
 examples:
@@ -139,10 +140,10 @@ def parser() -> CommandParser:
     batch = "rows per request, or sequences to read at once for requests of 2,048 tokens (default: 32)"
     add("--batch", type=at_least(1), default=32, metavar="ROWS", help=batch)
     add("--workers", type=int, default=0, metavar="N", help="processes that load samples of a Dataset (default: 0)")
-    title = "more about many machines; a job uses --shard and --worker-timeout of its first process"
+    title = "more about many machines; a job uses the --shard and --worker-timeout of its first process"
     add = found.add_advanced_group(title).add_argument
     add("--shard", type=at_least(1), metavar="ROWS", help="rows that a process takes at a time (default: 32 to 1024)")
-    silence = "silence after which a process's shards go to others (default: 10s)"
+    silence = "silence after which a process's shards go to other processes (default: 10s)"
     add("--worker-timeout", type=duration(1), default=10.0, metavar="TIME", help=silence)
     host = "address to listen on as a master (default: all addresses, or 127.0.0.1 if the store is a file)"
     add("--host", metavar="ADDRESS", help=host)
@@ -249,7 +250,7 @@ def print_use(key: CacheKey, folders: Sequence[str], data: LabelDataset) -> None
         print("To read them in a DistillReader, by the same ids:")
     else:
         path, where = "'TOGETHER'", f"[{', '.join(map(repr, folders))}]"
-        print("To read them in a DistillReader, copy each into one: SoftLabelCache(path='TOGETHER').add_folder(FOLDER)")
+        print("To read them in a DistillReader, copy all into one: SoftLabelCache(path='TOGETHER').add_folder(FOLDER)")
     print(f"  DistillReader(…, cache=SoftLabelCache(path={path}), id_field=…{dataset}{top_k}{dtype})")
     print("Without a DistillReader" + (", from their current folders:" if len(folders) > 1 else ":"))
     print(f"  edl.distill.cache.load_labels({where}).{read}[{key.outputs[0]!r}]")

@@ -61,9 +61,10 @@ _MASTER_S: Final = 300.0
 _LOOK_S: Final = 0.2
 """Poll interval while waiting for a master."""
 _SAY_AFTER_S: Final = 5.0
-"""After waiting this long for a master, a process says so: a killed master's lease lasts equally long."""
+"""Seconds after which a process that waits for a master says so: a killed master's lease lasts equally long."""
 _LEASE_S: Final = 10.0
-"""Wait before a process that cannot lead raises its error: by then the 5 s lease of a killed master has expired."""
+"""How long a process that cannot lead waits before it raises its error. By then, the 5 s lease of a killed master has
+expired."""
 _LINGER_S: Final = 3.0
 """How long a finished master waits for the other processes to learn that the job is done: they ask every second."""
 _REPORT_S: Final = 1.0
@@ -73,8 +74,8 @@ _MOST_LISTED: Final = 20
 _FORMAT: Final = 1
 """Format of the text, so that a different version of EDL raises an error instead of misreading it."""
 _SHARDS, _LEAST_ROWS, _MOST_ROWS = 64, 32, 1024
-"""At least 64 shards, so that a dozen processes end at about the same time. However, a shard has at least the rows of
-one request, and takes at most between a second and a minute."""
+"""At least 64 shards, so that a dozen processes end at about the same time. However, a shard has at least as many rows
+as a request, and otherwise at most 1,024 rows, which take between a second and a minute."""
 _OPTIONS: Final = {
     "model": "--model",
     "version": "--model-version",
@@ -254,8 +255,8 @@ class _Worker:
     def _refuse(self, differences: list[str]) -> None:
         if differences:
             raise ConflictError(
-                f"job {self._job!r} is different: {'; '.join(differences)}. Use its other workers' options, "
-                "or name another job"
+                f"job {self._job!r} has other data or options: {'; '.join(differences)}. Use those of its other "
+                "workers, or name another job"
             )
 
     def _label(self, store: Store, client: MasterClient, labeller: ShardLabeller) -> LabelProgress:
@@ -415,7 +416,7 @@ def _list_poisoned(labels: Mapping[str, Any]) -> None:
 
 
 def _note_folder(store: Store, job: str, folder: str) -> None:
-    """Record in the store that this host has labels of the job in a folder, so that every process can list them."""
+    """Record in the store that a folder on this host has labels of the job, so that every process can list it."""
     value = json.dumps({"host": socket.gethostname(), "folder": os.path.realpath(folder)}).encode()
     try:
         store.put(f"{_folders_key(job)}{hashlib.blake2b(value, digest_size=8).hexdigest()}", value)

@@ -56,14 +56,14 @@ _OPTION_OF: Final = {
 """The option that sets a field of the data set's specification."""
 
 _DESCRIPTION = """\
-Hands out the data of a job to its workers in shards, each to a single worker at a time. It journals each action before
-it answers: you can kill and restart it, or any worker, at any moment, and no sample is lost or done twice. Workers
-(ShardReader, ShardDataset, edl label --job) find it in the store, and wait while it is down.
+Hands out the data of a job to its workers in shards, each to a single worker at a time. The master journals each action
+before it answers: you can kill and restart the master, or any worker, at any moment, and no sample is lost or done
+twice. Workers (ShardReader, ShardDataset, edl label --job) find the master in the store, and wait while it is down.
 
-It ends when all of its data sets are done: with exit code 0, or 3 if shards were given up after repeated failures
-(`edl status JOB` says why, `--retry-poisoned` puts them back). The same command continues where an earlier one was
-stopped or killed. SIGTERM and Ctrl-C stop it at once; nothing is lost, and workers wait for the next master. A second
-master of the job stands by and takes over within --lease seconds when the first is lost."""
+The master ends when all of its data sets are done: with exit code 0, or 3 if shards were given up after repeated
+failures (`edl status JOB` says why, `--retry-poisoned` puts them back). The same command continues where an earlier one
+was stopped or killed. SIGTERM and Ctrl-C stop the master at once; nothing is lost, and workers wait for the next
+master. A second master of the job stands by and takes over within --lease seconds when the first is lost."""
 
 _EXAMPLES = """\
 examples:
@@ -212,7 +212,12 @@ def _parser() -> CommandParser:
         remedy="a master starts with one data set; a worker can create more (MasterClient.create_dataset)",
         help="range:N, lines:PATH, csv:PATH, parquet:PATH, files:PATTERN, follow:PATH, …",
     )
-    add("--shard-size", type=int, metavar="N", help="samples, lines, rows or files per shard (default: the kind's)")
+    add(
+        "--shard-size",
+        type=int,
+        metavar="N",
+        help="samples, lines, rows or files per shard (default: depends on the kind)",
+    )
     add("--epochs", type=int, default=1, metavar="N", help="passes over the data; 0: no limit (default: 1)")
     add("--shuffle", action="store_true", help="shuffle the shards of each epoch")
     add = parser.add_advanced_group("more about the data").add_argument
@@ -329,7 +334,8 @@ def _conclude(job: str, status: dict[str, Any], seconds: float) -> int:
 def default_host(store_url: str) -> str:
     """Return a master's default listen address: only this host if the store is a file, which other hosts cannot open.
 
-    Otherwise, return all addresses, IPv6 and IPv4: processes on all hosts must be able to reach the leading master.
+    Otherwise, return the address that stands for all IPv6 and IPv4 addresses, because processes on all hosts must be
+    able to reach the leading master.
     """
     return "127.0.0.1" if store_url.startswith("sqlite:") else "::"
 

@@ -61,11 +61,11 @@ def show_looks(
     is_over: Callable[[T], bool] = lambda look: False,
     facts: Callable[[T], object] = lambda look: look,
 ) -> None:
-    """Show what `read` returns: once or, with `every_s`, whenever its `facts` change, until `is_over`.
+    """Show what `read` returns: once or, with `every_s`, at each change of its `facts`, until `is_over` is True.
 
-    On a terminal, a new look replaces the last one. Elsewhere, each look is printed below its time or, with `to_json`,
-    as a line of JSON. If a later read fails, the reason is shown with the last look (with JSON, on standard error), and
-    only SettingsError ends the loop.
+    On a terminal, each result replaces the previous one. Elsewhere, each result is printed below its time or, with
+    `to_json`, as a line of JSON. If a later read fails, the reason is shown with the last result (with JSON, on
+    standard error). Only SettingsError ends the loop.
     """
     screen = console(width)
     with contextlib.ExitStack() as stack:

@@ -68,7 +68,7 @@ _FORMATS: Final = (".png", ".svg", ".pdf")
 _DESCRIPTION = """\
 Draws an elastic job from its ledger, during or after the run: a row of states for each node, what happened when, and
 the goodput (the share of wall-clock time spent on steps that were finished once and not lost). In the terminal, each
-column shows only what took most of its time; the --out file shows all, and the steps over time."""
+column shows only the state that took most of the time; the --out file shows all states, and the steps over time."""
 
 _EXAMPLES = """\
 examples:
@@ -113,7 +113,7 @@ def _headline(summary: JobSummary) -> str:
 
 
 def _rows(summary: JobSummary, most: int) -> list[tuple[str, float, Sequence[Span]]]:
-    """Return name, start in seconds after the job's start, and spans: first of the job, then of the latest nodes."""
+    """Return the name, start (seconds after the job's start) and spans of the job, then of its latest nodes."""
     nodes = sorted(summary.nodes, key=lambda node: node.began)[-most:]
     rows = [(node.node, node.began - summary.began, node.record.spans) for node in nodes]
     return [("the job", 0.0, summary.spans), *rows]

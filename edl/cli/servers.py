@@ -49,7 +49,7 @@ def _wait(caught: Sequence[int], check: Callable[[], None] = lambda: None) -> in
 
 
 def _server_credentials(options: object, *, environ: bool) -> Credentials:
-    """Return the options' credentials; add those in the environment if `environ` (else they are for teachers)."""
+    """Return the options' credentials, plus the environment's if `environ` (otherwise those are for teachers)."""
     names = ("tls_ca", "tls_cert", "tls_key", "token_file", "allow_insecure_tokens")
     given = {name.removeprefix("tls_"): getattr(options, name) for name in names}
     return Credentials.of(**given, environ=None if environ else {})
@@ -61,7 +61,7 @@ _STORE = """\
 Serves a store for teachers, students and jobs on any number of hosts, and runs in the foreground until SIGTERM or
 Ctrl-C. Everything is in one SQLite file. A server restarted with its file continues where it stopped; an empty file
 is refilled within seconds as teachers and jobs register again. A second server on the same file is refused. In
-Kubernetes, the Helm chart runs this (docs/kubernetes-operators.md)."""
+Kubernetes, the Helm chart runs this command (docs/kubernetes-operators.md)."""
 
 _STORE_EXAMPLES = """\
 examples:
@@ -78,7 +78,7 @@ def store(argv: Sequence[str]) -> int:
     """Run `edl store`."""
     parser = CommandParser("edl store", _STORE, _STORE_EXAMPLES)
     add = parser.add_argument
-    add("--file", required=True, metavar="PATH", help="SQLite file with everything; created if missing")
+    add("--file", required=True, metavar="PATH", help="SQLite file with all data; created if missing")
     add("--host", default="::", help="IP address to listen on (default: ::, all addresses of this host)")
     add("--port", type=port, default=_STORE_PORT, help=f"port to listen on; 0 for any (default: {_STORE_PORT})")
     parser.add_credentials("server", "processes", " (defaults: EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY, EDL_TOKEN_FILE)")
@@ -127,7 +127,7 @@ def store(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Refuse to serve a file that another `edl store` serves: their clients would miss each other's changes.
+    """Refuse to serve a file that another `edl store` serves: clients of one server would miss the other's changes.
 
     There are two locks, which the kernel releases when the process ends. The first lock is on a separate file beside
     the store's file. That file is never deleted, so the lock remains if the store's file is replaced. The second lock
@@ -168,8 +168,8 @@ def _alone(path: Path) -> Iterator[None]:
 
 _DASHBOARD = """\
 Serves a page with everything that a store knows: jobs with their members, goodput and throughput over time, teachers
-and their students, how many of them are wanted and why, the shards of masters, and what happened, with its cause.
-It is read-only. While a page is open, it reads the store once a second for all browsers."""
+and their students, how many of them are wanted and why, the shards of masters, and what happened and why. The page
+is read-only. While it is open, the server reads the store once a second for all browsers."""
 
 _DASHBOARD_EXAMPLES = """\
 examples:
@@ -182,9 +182,9 @@ examples:
                                             (umask 077; openssl rand -hex 32 > tokens)
   curl -s localhost:8650/api/state | jq .   what the page shows, for programs
 
-It listens on 127.0.0.1, reachable only from this machine. With another --host, anyone who reaches the port sees the
-page unless --token-file is given. /metrics is for Prometheus, /healthz for probes; docs/dashboard.md has a Grafana
-dashboard and explains each metric."""
+The server listens on 127.0.0.1, which only this machine can reach. With another --host, anyone who reaches the port
+sees the page unless --token-file is given. /metrics is for Prometheus, /healthz for probes; docs/dashboard.md has a
+Grafana dashboard and explains each metric."""
 
 _KUBE_TIMEOUT_S = 3.0
 """Timeout of API requests: reads of the store wait for these requests."""
@@ -271,13 +271,13 @@ examples:
 
 _PROXY_DETAILS = """\
 POST /v1/completions takes prompts as token ids with prompt_logprobs up to --top-k, and max_tokens 0 or 1. Teachers of
-`edl serve --hf` take any temperature; engines take 1 (0 means 1). With several services, "model" or the URL
+`edl serve --hf` accept any temperature; engines accept 1 (0 means 1). With several services, "model" or the URL
 (/NAME/v1/completions) chooses one. /health returns 200 while every service has a live teacher (/NAME/health: that
 service), /livez while this process runs; /metrics is for Prometheus. While no teacher is live, a request waits for
 --teacher-timeout, then gets a 503.
 
-Start one for each trainer, or one for all. On SIGTERM it refuses new requests and answers pending ones (--drain).
-Exit codes: 0 ended, 1 not everything was answered in time, 2 wrong usage."""
+Start one proxy for each trainer, or one for all. On SIGTERM it refuses new requests and answers pending ones (--drain).
+Exit codes: 0 ended, 1 some requests were not answered in time, 2 wrong usage."""
 
 _EXIT_CUT = 1  # not everything was answered in time, as in `edl serve`
 
@@ -286,7 +286,7 @@ def proxy(argv: Sequence[str]) -> int:
     """Run `edl proxy`."""
     parser = CommandParser("edl proxy", _PROXY, _PROXY_EXAMPLES, _PROXY_DETAILS)
     add = parser.add_argument
-    named = "the teachers' service, or host:port of teachers, separated by commas; NAME is what clients call it"
+    named = "the teachers' service, or host:port of teachers, separated by commas; NAME is the name that clients use"
     add("services", nargs="+", metavar="[NAME=]SERVICE", help=named)
     parser.add_store_option("where teachers register")
     add("--model", metavar="NAME", default="", help="the same as NAME=, for one service")
@@ -298,8 +298,13 @@ def proxy(argv: Sequence[str]) -> int:
     add("--teacher-timeout", type=duration(), default=60.0, metavar="TIME", help=wait)
     add("--drain", type=duration(), default=30.0, metavar="TIME", help="time to finish after SIGTERM (default: 30s)")
     add("--model-version", "--version", metavar="V", default="", help="use only teachers of this model version")
-    add("--tokenizer", metavar="PATH", default="", help="the student's; teachers with a different one are refused")
-    most = "maximum tokens in flight, in total and per request; further ones wait (default: 256 MiB of labels)"
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        default="",
+        help="the student's tokenizer; teachers with a different one are refused",
+    )
+    most = "maximum tokens in flight, in total and per request; further requests wait (default: 256 MiB of labels)"
     add("--max-tokens", type=int, metavar="N", help=most)
     _add_allowed_hosts(parser)
     note = ". Credentials for teachers: environment (EDL_TLS_CA, EDL_TOKEN_FILE, ...)"
@@ -356,13 +361,15 @@ Manages the ElasticJobs and TeacherPools in a cluster: creates their pods, repla
 GPUs, and releases them. It finds the cluster as kubectl does, or by the service account of the pod that it runs in.
 Normally the chart starts it (serving/kube/chart); on your own machine it does the same, with your permissions.
 
-Its state is all in the resources' status. You can kill it at any moment: pods keep running, and the next operator
-continues from there. A second one does no harm. While the API server is down, it waits.
+All its state is in the resources' status. You can kill the operator at any moment: pods keep running, and the next
+operator continues from there. A second operator does no harm. While the API server is down, it waits.
 
-It needs the CRDs, and the Role edl-operator in each namespace (docs/kubernetes-operators.md). With the ClusterRole
-edl-capacity it sees what is idle before it starts a pod; without it, it learns from pending pods.
+The operator needs the CRDs, and the Role edl-operator in each namespace (docs/kubernetes-operators.md). With the
+ClusterRole edl-capacity, it sees which resources are idle before it starts a pod; otherwise, it learns this from
+pending pods.
 
-SIGTERM and Ctrl-C end it: exit code 143 or 130. With --http-port it serves /livez, /readyz and /metrics."""
+SIGTERM and Ctrl-C end the operator with exit code 143 or 130. With --http-port, it serves
+/livez, /readyz and /metrics."""
 
 _OPERATOR_EXAMPLES = """\
 examples:
@@ -384,24 +391,26 @@ def operator(argv: Sequence[str]) -> int:
     url = "default store for resources: edl://host:port, consul://host:port or etcd://host:port"
     add("--store", "--discovery", dest="store", metavar="URL", default="", help=url)
     allowed = (
-        "another store that it may read with its own credentials: SCHEME://HOST:PORT, SCHEME://HOST or SCHEME://; "
-        "repeatable"
+        "another store that the operator may read with its own credentials: SCHEME://HOST:PORT, SCHEME://HOST or "
+        "SCHEME://; repeatable"
     )
     add("--allow-store", action="append", default=[], metavar="PREFIX", help=allowed)
     security = (
-        "what job and pool templates may request: what this Pod Security level allows (default: baseline; "
-        "privileged allows all, such as hostPath and hostNetwork)"
+        "Pod Security level that limits what job and pool templates may request (default: baseline; privileged allows "
+        "everything, such as hostPath and hostNetwork)"
     )
     add("--pod-security", choices=("baseline", "privileged"), default="baseline", help=security)
     accounts = "a service account that templates may name; repeatable (default: none)"
     add("--allow-service-account", action="append", default=[], metavar="[NAMESPACE/]NAME", help=accounts)
     add("--workers", type=at_least(1), default=4, metavar="N", help="resources handled at once (default: 4)")
-    resync = "look at each resource this often even if nothing happens; less often with hundreds (default: 10m)"
+    resync = "look at each resource this often even if nothing happens; less often if there are hundreds (default: 10m)"
     add("--resync", type=duration(), default=600.0, metavar="TIME", help=resync)
     add("--no-capacity", action="store_true", help="do not look at nodes or all pods, even if that is allowed")
     add_kubeconfig_options(add)
     add("--timeout", type=duration(), default=10.0, metavar="TIME", help="timeout of API requests (default: 10s)")
-    add("--http-port", type=port, metavar="N", help="serve /livez, /readyz and /metrics there; 0 for a free port")
+    add(
+        "--http-port", type=port, metavar="N", help="serve /livez, /readyz and /metrics on this port; 0 for a free port"
+    )
     add("--http-host", default="127.0.0.1", metavar="HOST", help="address for --http-port (default: 127.0.0.1)")
     parser.add_log_options()
     options = parser.parse_args(argv)

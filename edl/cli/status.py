@@ -31,7 +31,7 @@ _MOST_POISONED = 5
 
 
 def master_lines(master: MasterStatus) -> Iterator[Text]:
-    """Yield lines about a master: state, endpoint, and data sets (poisoned first) with reasons for poisoned shards."""
+    """Yield lines about a master: state, endpoint, and data sets (poisoned first), with the reasons for failures."""
     term = f", term {master.term}" if master.term is not None else ""
     where = f" at {printable(master.endpoint)}" if master.endpoint else ""
     age = f", last heard {master.age_s:.0f} s ago" if master.state == "silent" and master.age_s is not None else ""
@@ -96,11 +96,11 @@ _STYLES = {
 }
 
 _DESCRIPTION = """\
-Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput so far (the share of
-wall-clock time spent on steps that were finished once and not lost), and what happened lately. If the job has a
-master, its shards are shown too, poisoned ones first. A job unknown to the default store is looked up in the
-kubeconfig's Kubernetes cluster; with --kube, --namespace, --context or --kubeconfig, only there. Its agents' reports
-are read from the job's store if that is your own EDL_DISCOVERY, otherwise from --store."""
+Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput so far (the share
+of wall-clock time spent on steps that were finished once and not lost), and what happened recently. If the job has
+a master, its shards are shown too, poisoned ones first. A job unknown to the default store is looked up in the
+kubeconfig's Kubernetes cluster; with --kube, --namespace, --context or --kubeconfig, only there. The reports of a
+job in Kubernetes are read from the job's store if that is your EDL_DISCOVERY, otherwise from --store."""
 
 _EXAMPLES = """\
 examples:

@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Look:
-    """What is registered at `url`; `view` is the load of a single service, and `trouble` why it is unknown."""
+    """What is registered at `url`; `view` is a single service's load, `trouble` says why the load is unknown."""
 
     url: str
     snapshots: tuple[Snapshot, ...]
@@ -191,7 +191,7 @@ def brief_meta(meta: Any) -> str:
 
 @dataclass(frozen=True)
 class LoadView:
-    """A service's load, with the number of `live` teachers; `wanted` is None if no master decides.
+    """A service's load, with the number of `live` teachers; `wanted` is None if no master decides the number.
 
     Numbers from teachers whose registration `lapsed` are out of date.
     """

@@ -35,7 +35,7 @@ examples:
   edl train model.py --data train.parquet --teachers digits --workers 4
       four workers here, which also learn from the teachers that `edl serve --service digits` registers
   edl train model.py --data 's3://bucket/train/*.parquet' --workers 1:4 --store consul://10.0.0.9:8500
-      one worker; start the same command again, here or elsewhere, and it joins. Any of them may be killed
+      one worker; start the same command again, here or elsewhere, to add another. Any of them may be killed
   edl train model.py --data s3://bucket/train.parquet --output s3://bucket/trained --workers 1:4 --image student:1
       on Kubernetes"""
 
@@ -84,7 +84,7 @@ def parser() -> CommandParser:
     add = found.add_argument
     add("model", metavar="MODEL.py", help="file with model()")
     add("--data", required=True, metavar="PARQUET", help="file, folder, pattern or URL with the rows to train on")
-    add("--eval", metavar="PARQUET", help="rows to evaluate after each epoch")
+    add("--eval", metavar="PARQUET", help="rows for the evaluation after each epoch")
     add("--label", metavar="COLUMN", help="column to learn (default: label; none if there are only teachers)")
     add(
         "--inputs",

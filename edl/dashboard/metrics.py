@@ -1,8 +1,9 @@
 """The state as Prometheus metrics: https://prometheus.io/docs/practices/naming/.
 
-Labels contain the names of existing jobs, datasets, services, teachers and students, but never of samples or shards.
-When one of these is deleted, its series end. The label for a job is `job_name`, since Prometheus itself uses `job`.
-During an outage of the store, jobs and services have no series: Prometheus shows a gap instead of an old figure.
+Labels contain the names of existing jobs, datasets, services, teachers and students, but never names of samples or
+shards. When one of these objects is deleted, its series end. The label for a job is `job_name`, since Prometheus itself
+uses `job`. During an outage of the store, jobs and services have no series: Prometheus shows a gap instead of an old
+figure.
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ METRICS: Final = (
     MetricSpec("edl_job_step", "gauge", _JOB, "The last step that was finished."),
     MetricSpec("edl_job_steps_per_second", "gauge", _JOB, "Steps finished per second, over the last 15 s."),
     MetricSpec("edl_job_samples_per_second", "gauge", _JOB, "Samples trained per second, over the last 15 s."),
-    MetricSpec("edl_job_goodput_ratio", "gauge", _JOB, "Share of the time since its start spent on steps that count."),
+    MetricSpec(
+        "edl_job_goodput_ratio",
+        "gauge",
+        _JOB,
+        "Share of the time since the job started that was spent on steps that count.",
+    ),
     MetricSpec("edl_job_seconds_total", "counter", (*_JOB, "category"), "The job's time by category."),
     MetricSpec("edl_master_up", "gauge", _JOB, "1 if a master leads and has reported recently."),
     MetricSpec("edl_master_shards", "gauge", (*_DATASET, "state"), "Shards by state: todo, doing, done, poisoned."),
@@ -59,7 +65,12 @@ METRICS: Final = (
     MetricSpec("edl_master_eta_seconds", "gauge", _DATASET, "Time until the dataset is done, at that rate."),
     MetricSpec("edl_master_holders", "gauge", _DATASET, "Readers that hold shards or held some recently."),
     MetricSpec("edl_pool_replicas", "gauge", ("service",), "Teachers that are ready or starting."),
-    MetricSpec("edl_pool_wanted_replicas", "gauge", ("service",), "Teachers that the advisor wants, if one decides."),
+    MetricSpec(
+        "edl_pool_wanted_replicas",
+        "gauge",
+        ("service",),
+        "Number of teachers that the advisor wants, if there is an advisor for the service.",
+    ),
     MetricSpec("edl_service_teachers", "gauge", ("service", "state"), "Teachers by state."),
     MetricSpec("edl_service_students", "gauge", ("service",), "Students that report."),
     MetricSpec("edl_service_teacher_rows_total", "counter", _TEACHER, "Rows that the teacher has computed."),
@@ -67,14 +78,16 @@ METRICS: Final = (
     MetricSpec("edl_service_teacher_queue_rows", "gauge", _TEACHER, "Rows in the teacher's queue."),
     MetricSpec("edl_service_teacher_rows_per_second", "gauge", _TEACHER, "Rows computed per second, recently."),
     MetricSpec("edl_service_student_rows_total", "counter", _STUDENT, "Rows that the student has requested."),
-    MetricSpec("edl_service_student_wait_seconds_total", "counter", _STUDENT, "Time that it waited for labels."),
+    MetricSpec(
+        "edl_service_student_wait_seconds_total", "counter", _STUDENT, "Time that the student waited for labels."
+    ),
     MetricSpec("edl_service_student_wait_ratio", "gauge", _STUDENT, "Share of time that the student waited, recently."),
 )
 """All metrics; a master's page also has the metrics in its own registry (`edl_master_journal_commit_seconds`)."""
 
 
 class DashboardMetrics(Collector):
-    """At each scrape, collects the latest state (None before the first read); its registry includes others."""
+    """Collects the latest state (None before the first read) at each scrape; its registry includes other registries."""
 
     def __init__(
         self, latest: Callable[[], DashboardState | None], registries: Iterable[CollectorRegistry] = ()
@@ -125,7 +138,7 @@ class _Samples:
 
 
 class _Counters:
-    """Prevents slight decreases of counters: for Prometheus, any decrease is a restart from 0, so it would recount all.
+    """Prevents slight decreases of counters: Prometheus takes any decrease for a restart from 0, and would recount all.
 
     A counter may decrease slightly when a late record from a node moves seconds between categories, or when a worker
     that returns to its checkpoint gives shards back. A counter that falls below half of its highest value has
@@ -137,7 +150,7 @@ class _Counters:
         self._seen: set[tuple[str, ...]] = set()
 
     def held(self, value: float, *key: str) -> float:
-        """Return the value, or the previous highest one if it decreased slightly."""
+        """Return the value, or the previous maximum if the value decreased slightly."""
         before = self._highest.get(key, 0.0)
         self._highest[key] = value if value > before or value < before * _RESTARTED else before
         self._seen.add(key)

@@ -41,7 +41,7 @@ _LOOK_S: Final = 10.0
 _READY_LOOK_S: Final = 0.8
 """How long a probe waits for a read of the store; a kubelet gives up after 1 s by default, and retries."""
 _PROBES: Final = frozenset({"/healthz", "/livez", "/readyz"})
-"""Paths that are answered for any Host and without a token: a kubelet sends no allowed Host and no token."""
+"""Paths that are answered for any Host and without a token: a kubelet sends neither an allowed Host nor a token."""
 _ASK_TOKEN: Final = {"WWW-Authenticate": 'Basic realm="EDL: a token as the password, any name", charset="UTF-8"'}
 """Makes a browser ask its user for a token, and send it with all later requests."""
 HEADERS: Final = {

@@ -62,7 +62,7 @@ class Published:
         return found
 
     def encode(self, after_look: int = -1) -> bytes:
-        """Return the state as one line of JSON; histories contain points added after look `after_look` (-1: all)."""
+        """Return the state as one line of JSON; histories contain points added after read `after_look` (-1: all)."""
         found = self._encoded.get(after_look)
         if found is None:
             text = json.dumps(as_json(self.state, after_look), separators=(",", ":"), allow_nan=False)
@@ -89,7 +89,7 @@ class LookLoop:
         self._background = BackgroundLoop("edl-dashboard-look", self._look)
 
     async def fresh(self, timeout_s: float) -> Published | None:
-        """Return a state no older than the poll interval; after `timeout_s` the latest one, None before the first."""
+        """Return a state no older than the poll interval; after `timeout_s`, the latest state, or None without any."""
         latest = self.latest
         if latest is not None and time.monotonic() - latest.made_at <= self.pause_s:
             return latest
@@ -121,7 +121,7 @@ class LookLoop:
             self.clients -= 1
 
     def look_of(self, event_id: str) -> int | None:
-        """Return the number of the look from an event id of this process; None for any other text."""
+        """Return the number of the read from an event id of this process; None for any other text."""
         boot, _, number = event_id.partition("-")
         if boot != self._boot or not number.isascii() or not number.isdigit() or len(number) > 15:
             return None
@@ -180,9 +180,11 @@ _RETRY_MS: Final = 2000
 _WRITE_S: Final = 30.0
 """Timeout for sending an event: a sleeping phone exceeds it, and reconnects with its last id."""
 _MAX_CLIENTS: Final = 200
-"""Maximum number of clients: each needs a file descriptor and up to one state in memory; a program may open many."""
+"""Maximum number of clients: each needs a file descriptor and up to one state in memory; a program may open many
+connections."""
 _BUFFER_NBYTES: Final = 128 << 10
-"""Kernel buffer per client: a typical state fits; if not, an event takes many round trips to a distant page."""
+"""Kernel buffer per client: a typical state fits into it. An event that does not fit takes many round trips to a
+distant page."""
 _FIRST_S: Final = 10.0
 """Timeout for the first poll, which may take several times as long as the timeout of one request to the Store."""
 

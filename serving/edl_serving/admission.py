@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerState(enum.Enum):
-    """The states of a server, in this order."""
+    """The states of a server, in the order in which it passes through them."""
 
     STARTING = "starting"
     READY = "ready"
@@ -31,7 +31,7 @@ class ServerState(enum.Enum):
 
 
 class Lifecycle:
-    """Counts requests, and refuses them when the server is warming up or draining. Used on the event loop only.
+    """Counts requests, and refuses them when the server is warming up or draining. Use it only on the event loop.
 
     `healthy` is False while the canary or a backend reports a fault; `in_flight` is the number of requests not answered
     yet.
@@ -73,7 +73,8 @@ ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _RETRY_MS = 200
 """Retry hint when other clients use up a limit. Clients stay for minutes; retries at this interval cost nothing."""
 _RETRY_BYTES_MS = 20
-"""Retry hint for a client that exceeds its own byte limit: a few batches. A longer wait would leave it idle."""
+"""Retry hint for a client that exceeds its own byte limit: the time of a few batches. After a longer wait, the client
+would be idle."""
 
 
 def client_of(context: ServicerContext) -> str:
@@ -83,7 +84,7 @@ def client_of(context: ServicerContext) -> str:
 
 @dataclass(eq=False)
 class ClientConnection:
-    """A client with open calls; `nbytes` counts its unanswered requests and unsent responses."""
+    """A client with open calls; `nbytes` is the size of its unanswered requests and unsent responses."""
 
     name: str
     max_bytes: int
@@ -91,7 +92,7 @@ class ClientConnection:
     nbytes: int = 0
 
     def hold_bytes(self, nbytes: int) -> None:
-        """Count a request's bytes, or refuse it. A lone request is accepted whatever its size."""
+        """Count a request's bytes, or refuse the request. A client's only request is accepted whatever its size."""
         if self.nbytes + nbytes > self.max_bytes and self.nbytes:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -107,7 +108,7 @@ class ClientConnection:
 
 
 class ConnectionLimiter:
-    """Counts clients, streams and tensor channels, and refuses those above the limits. Used on the event loop only."""
+    """Counts clients, streams and tensor channels; refuses those above the limits. Use it only on the event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._max_connections = settings.max_connections

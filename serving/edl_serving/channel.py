@@ -118,7 +118,7 @@ class ChannelListener:
         return json.dumps(found).encode()
 
     def _context(self) -> tuple[ssl.SSLContext, str]:
-        """Return a TLS context for the files' current certificate, and its SHA-256; raise if the files do not match."""
+        """Return a TLS context, and its certificate's SHA-256, from the current files; raise if they do not match."""
         assert self._files is not None
         material = self._files.current()
         if self._tls is None or self._tls[0] != material.version:
@@ -206,7 +206,7 @@ class ChannelListener:
                 handler.clients.close_call(client, stream=True)
 
     async def _shake_hands(self, plain: socket.socket) -> tuple[Socket, _Offer | None]:
-        """Return the connection (with TLS if it is on), and its token's offer, or None if the token is invalid."""
+        """Return the connection (over TLS if TLS is on), and the offer for its token (None for an invalid token)."""
         sock: Socket = plain
         if self._files is not None:
             sock = TlsSocket(plain, self._context()[0], serves=True)
@@ -274,11 +274,11 @@ class _ServerChannel:
                 raise ProtocolError(f"malformed message: a frame of kind {kind} and {nbytes:,} bytes")
             return True
         if number in self._counted or number in self._computing:
-            raise ProtocolError(f"malformed message: a second request of number {number:016x}")
+            raise ProtocolError(f"malformed message: a second request with the number {number:016x}")
         try:
             most = self._handler.model.max_message_bytes
             if nbytes > most:
-                raise invalid_argument(f"a request of {nbytes:,} bytes: over {most:,} (edl serve --max-message)")
+                raise invalid_argument(f"a request of {nbytes:,} bytes exceeds {most:,} (edl serve --max-message)")
             self._client.hold_bytes(nbytes)
         except RequestError as exc:
             self._refuse(exc, number, nbytes)

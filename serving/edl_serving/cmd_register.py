@@ -1,7 +1,7 @@
 """`edl register`: register a running Triton or other KServe v2 server in discovery.
 
 The load of such a server comes from Triton's extension `ModelStatistics`. Triton counts executions by batch size, so
-the number of rows is the sum of sizes times executions, and the compute time is that of the executions.
+the number of rows is the sum of batch size times executions, and the compute time is the executions' total time.
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
 """
 
@@ -58,8 +58,8 @@ _LEAVE_S = 5.0  # time to deregister; after that, the lease expires by itself
 _SIGNAL_LOOK_S = 0.1  # how often the main thread checks for a signal, and so the delay before shutdown starts
 _LONGEST_VERSION = 512  # bytes that a registry accepts
 _DESCRIPTION = """\
-Registers an existing server: Triton, or anything that speaks KServe v2 over gRPC. It is probed repeatedly and is in
-discovery only while it is ready. Runs until SIGTERM, which unregisters the server."""
+Registers an existing server: Triton, or anything that speaks KServe v2 over gRPC. The server is probed
+repeatedly, and is in discovery only while it is ready. The command runs until SIGTERM, then unregisters the server."""
 _EXAMPLES = """\
 examples:
   edl register 127.0.0.1:8001 --service resnet50
@@ -76,7 +76,7 @@ exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 def _priority(raw: Any) -> str:
     text = str(raw).strip()
     if text not in ("lowest", "default", "auto") and not (text.isascii() and text.isdigit() and 0 < int(text) < 2**32):
-        raise ValueError("expected lowest, default, auto, or a level from 1 on")
+        raise ValueError("expected lowest, default, auto, or a level from 1 up")
     return text
 
 
@@ -102,7 +102,7 @@ _GROUPS = (
         (
             Option("interval", v.duration_s, "TIME", "time between two probes (default 1s)"),
             Option("timeout", v.duration_s, "TIME", "time that a probe may take (default 2s)"),
-            Option("failures", v.count, "N", "unanswered probes before it counts as gone (default 2)"),
+            Option("failures", v.count, "N", "unanswered probes before the server counts as gone (default 2)"),
         ),
         advanced=True,
     ),
@@ -111,7 +111,9 @@ _GROUPS = (
     OptionGroup(
         "the process",
         (
-            Option("ready-file", v.text, "PATH", "JSON kept while the server is in discovery: endpoint, port, pid"),
+            Option(
+                "ready-file", v.text, "PATH", "JSON file kept while the server is in discovery: endpoint, port, pid"
+            ),
             Option("exit-with", v.count, "PID", "exit when that process ends"),
             *PROCESS_OPTIONS,
         ),
@@ -151,7 +153,7 @@ class RegisterConfig:
         address, port = parse_endpoint("--advertise", given.get("advertise", endpoint))
         registration = registration_settings_of(given, given.get("service") or model)
         if registration.url is None:
-            raise SettingsError("--store none: this command only registers")
+            raise SettingsError("--store none: a server cannot be registered without a store")
         registration.check(address)
         refuse_zero(given, "interval", "timeout")
         names = {"interval": "interval_s", "timeout": "timeout_s", "priority": "", "failures": "", "ready_file": ""}
@@ -266,7 +268,7 @@ class ProbeResult(NamedTuple):
 
 
 class ForeignServer:
-    """Queries a server over gRPC for its own state and for a model's. Used by a single thread."""
+    """Queries a server over gRPC for its state and the state of a model. Use it from a single thread."""
 
     def __init__(self, target: str, model: str, timeout_s: float, credentials: Credentials | None = None) -> None:
         self._target = target
@@ -306,7 +308,7 @@ class ForeignServer:
             return ""
 
     def read_counts(self) -> TeacherCounts:
-        """Return the model's load; if the server does not report it, the counts have no rows but give the reason."""
+        """Return the model's load; if the server does not report it, the counts contain the reason instead of rows."""
         try:
             statistics = self._ask("ModelStatistics", name=self._model)
             config = self._ask("ModelConfig", name=self._model).config
@@ -339,7 +341,7 @@ class ForeignServer:
 
 
 def newest_version(versions: Sequence[str]) -> str:
-    """Return the version used for requests that give none: the highest number, else the text that sorts last."""
+    """Return the version used for requests that name no version: the highest number, else the text that sorts last."""
     # Triton's versions are 64-bit numbers. Other servers use any text, and Python cannot parse thousands of digits.
     numbers = [version for version in versions if version.isdecimal() and len(version) <= 18]
     return max(numbers, key=int) if numbers else max(versions, default="")

@@ -20,8 +20,9 @@ _log = logging.getLogger(__name__)
 
 _EXIT_MODEL = 3  # 1 means that draining took too long, and 2 wrong usage
 _DESCRIPTION = """\
-Serves a model over KServe v2 gRPC, batches the requests of many students, and registers itself where
-students look for teachers. SIGTERM drains it: it leaves discovery, finishes its requests, and exits."""
+Serves a model over KServe v2 gRPC, batches the requests of many students, and registers the server
+where students look for teachers. SIGTERM drains the server: it leaves discovery, finishes its requests,
+and exits."""
 _EXAMPLES = """\
 examples:
   edl serve --callable teacher.py:predict --input "image:float32[1,8,8]" --service digits
@@ -49,7 +50,7 @@ a config file uses the same names as the flags, which override it:
   [option]
   width = 512
 
-exit codes: 0 drained, 1 not everything was answered in time, 2 wrong usage or settings,
+exit codes: 0 drained, 1 some requests were not answered in time, 2 wrong usage or settings,
 3 the model failed to load or to warm up."""
 
 

@@ -1,11 +1,11 @@
 """KServe v2 over HTTP, on the server's metrics port, for `curl` and for clients without gRPC.
 
-An HTTP request is turned into the `ModelInferRequest` that a gRPC client would have sent, so queue, limits and checks
-are the same. Tensors are JSON, or raw bytes after it (https://github.com/kserve/open-inference-protocol, the binary
-tensor extension).
+An HTTP request is turned into the `ModelInferRequest` that a gRPC client would have sent, so the queue, limits and
+checks are the same. Tensors are sent as JSON, or as raw bytes after the JSON
+(https://github.com/kserve/open-inference-protocol, the binary tensor extension).
 
-The metrics port has neither TLS nor tokens. So a server does not answer requests on this port if it has credentials, or
-if hosts other than its own can reach the port. Students use gRPC, which is faster.
+The metrics port has neither TLS nor tokens. So a server with credentials does not answer requests on this port, nor
+does a server whose port other hosts can reach. Students use gRPC, which is faster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ _STATUS: Final = {
 
 
 class HttpApi:
-    """A thread-safe WSGI application below `/v2`. `inference` answers on `loop`; a non-empty `refusal` says why not."""
+    """A thread-safe WSGI application below `/v2`, whose requests `inference` answers on `loop`.
+
+    If `refusal` is not empty, all requests are refused with this reason.
+    """
 
     def __init__(
         self, inference: InferenceServicer, loop: asyncio.AbstractEventLoop, max_bytes: int, refusal: str
@@ -106,7 +109,7 @@ class HttpApi:
         try:
             header, sent, as_bytes = _as_message(fields, data, name, version)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, ProtocolError) as exc:
-            raise invalid_argument(f"the request is not KServe's: {type(exc).__name__}: {exc}") from exc
+            raise invalid_argument(f"not a valid KServe request: {type(exc).__name__}: {exc}") from exc
         client = f"http:{environ.get('REMOTE_ADDR')}"
         asked = self._infer(client, header, sent, len(header) + len(data))
         answer = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
@@ -121,7 +124,7 @@ class HttpApi:
 
     def _read(self, environ: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
         if environ.get("HTTP_CONTENT_ENCODING", "identity") != "identity":
-            raise invalid_argument("compressed bodies are not accepted: send it without Content-Encoding")
+            raise invalid_argument("compressed bodies are not accepted: send the body without Content-Encoding")
         if "HTTP_TRANSFER_ENCODING" in environ:
             raise invalid_argument("chunked bodies are not accepted: send Content-Length in place of Transfer-Encoding")
         try:
@@ -140,7 +143,7 @@ class HttpApi:
         if len(body) < length:
             raise invalid_argument(f"{len(body):,} bytes arrived, but Content-Length is {length:,}")
         if head > _MOST_JSON:
-            words = "send large tensors behind the JSON, as raw bytes"
+            words = "send large tensors after the JSON, as raw bytes"
             raise invalid_argument(f"{head:,} bytes of JSON, at most {_MOST_JSON:,}: {words}")
         try:
             fields = json.loads(body[:head])
@@ -194,7 +197,7 @@ def _as_message(
     for item in fields.get("outputs", []):
         parameters = dict(item.get("parameters", {}))
         if parameters.pop("classification", 0):
-            raise ValueError("classification is not supported: ask for the output, or for edl_top_k")
+            raise ValueError("classification is not supported: request the output itself, or edl_top_k")
         wanted[item["name"]] = parameters.pop("binary_data", default)
         _set_parameters(message.outputs.add(name=item["name"]), parameters)
     return message.SerializeToString(), raw, lambda output: bool(wanted.get(output, default))

@@ -1,7 +1,7 @@
 """KServe v2's methods as gRPC handlers that take and return bytes.
 
-gRPC gets no (de)serializers. Instead, `edl.protocol.codec` splits inference requests without copying tensors. A message
-that cannot be parsed is answered with INVALID_ARGUMENT, not with gRPC's own INTERNAL.
+gRPC is given no (de)serializers. Instead, `edl.protocol.codec` splits inference requests without copying tensors. A
+message that cannot be parsed is answered with INVALID_ARGUMENT, not with gRPC's own INTERNAL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 Answer: TypeAlias = Callable[[Any, ServicerContext], Message]
-_ONE_MODEL = "this server has one model: start another with edl serve, and end one with SIGTERM"
+_ONE_MODEL = "this server has one model: start another server with edl serve, and end a server with SIGTERM"
 _SYSTEM_MEMORY = "this server takes system shared memory only: SystemSharedMemoryRegister"
 _ELSEWHERE = {
     "RepositoryModelLoad": _ONE_MODEL,
@@ -208,9 +208,10 @@ class InferenceServicer:
         return answer
 
     def admit(self, call: Call, nbytes: int, after_call: Callable[[Callable[[], object]], object]) -> ClientConnection:
-        """Count a call with one request, and its bytes; raise RequestError if there is no room for it.
+        """Count a call with one request, and the request's bytes; raise RequestError if there is no room for it.
 
-        `after_call` is passed what undoes each count, and must call it when the call ends, also if this raises.
+        `after_call` is passed a function that undoes each count. It must call this function when the call ends, even if
+        `admit` raises.
         """
         self.lifecycle.begin_request()
         after_call(self.lifecycle.end_request)

@@ -133,7 +133,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         workers = self._workers
         faults = {kind: sum(worker.faults[kind] for worker in workers) for kind in ("exception", "nan", "output")}
-        failed = "Requests that the model failed: it raised, answered NaN, or an output other than promised."
+        failed = "Requests on which the model failed: it raised an error, or returned NaN or an unexpected output."
         for name, text, label, counts in (
             ("edl_teacher_requests", "Requests answered, by outcome.", "outcome", self._outcomes.copy()),
             ("edl_teacher_refusals", "Requests and calls that ended with an error.", "reason", self._refusals.copy()),

@@ -161,7 +161,7 @@ class InstanceReconciler:
 
     @property
     def error(self) -> str:
-        """Why the registry lacks the desired instance, or why its lease cannot be renewed; empty if neither is so."""
+        """Why the registry lacks the desired instance, or why its lease cannot be renewed; empty if neither applies."""
         registration = self._registration
         if registration is not None and registration.error:
             return registration.error
@@ -174,7 +174,7 @@ class InstanceReconciler:
         self._loop.wake()
 
     def wait_until_current(self, timeout_s: float) -> bool:
-        """Wait until the registry shows the desired instance; return False on timeout; raise what ended the thread."""
+        """Wait until the registry shows the desired instance; False on timeout. Raise the thread's error, if any."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self.published == self._desired, timeout_s)
             if self._failure is not None:
@@ -244,7 +244,7 @@ def _warn_of_a_namesake(registry: Registry, desired: Instance) -> None:
     for instance in registry.snapshot(desired.service).instances:
         if instance.id == desired.id and instance.endpoint != desired.endpoint:
             _log.warning(
-                "%s/%s is registered at %s, and is replaced: if that teacher is alive, give each its own --id",
+                "%s/%s is registered at %s, and is replaced: if that teacher is alive, give each teacher its own --id",
                 *(desired.service, desired.id, instance.endpoint),
             )
 
@@ -370,7 +370,7 @@ class TeacherRegistration:
         reconciler = self._reconciler
         server.metrics.add_gauge(
             "edl_teacher_registered",
-            "Whether discovery has this teacher, and its lease is kept.",
+            "Whether the teacher is in discovery, and its lease is renewed.",
             lambda: float(reconciler.published is not None and not reconciler.error),
         )
         warn_of_loopback(self._settings.url, self._address, "--host 0.0.0.0")

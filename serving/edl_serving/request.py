@@ -1,8 +1,8 @@
 """Decodes a `ModelInferRequest` from bytes into arrays, and encodes its outputs into the bytes of the response.
 
 Every invalid request is refused here or in `request_plan`, before it is queued, and the message names the offending
-field and value. The sizes that a client states never allocate memory, because arrays are views of bytes that have
-arrived.
+field and value. A size stated by a client never determines how much memory is allocated, because arrays are views of
+bytes that have arrived.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DecodedRequest:
 
 
 class RequestDecoder:
-    """Decodes requests for a model. Used on the event loop."""
+    """Decodes requests for a model. Use it on the event loop."""
 
     def __init__(self, model: ServedModel, max_rows: int) -> None:
         self._model = model
@@ -153,7 +153,7 @@ def check_sequences(name: str, position: Array, max_sequence: int) -> None:
     if longest > max_sequence:
         row = int(position.argmax()) - longest + 1
         raise invalid_argument(
-            f"input {quote(name)}: the sequence that begins in row {row} has {longest} rows, and this server takes "
+            f"input {quote(name)}: the sequence that begins in row {row} has {longest} rows, but this server takes "
             f"{max_sequence} (edl serve --max-tokens, --max-batch, or the model's own limit): cut it, or leave it out"
         )
 
@@ -200,7 +200,7 @@ def _apply_options(
 def _put(request: DecodedRequest, name: str, place: RegionSlice, data: Buffer) -> bytes:
     if len(data) > place.nbytes:
         raise invalid_argument(
-            f"output {quote(name)} has {len(data)} bytes, and {names.SHM_NBYTES}={place.nbytes} "
+            f"output {quote(name)} has {len(data)} bytes, but {names.SHM_NBYTES}={place.nbytes} "
             f"in region {quote(place.region)}"
         )
     request.regions[place.region].write_bytes(place.offset, data)

@@ -78,7 +78,7 @@ class OutputOptions:
             spec = specs[0]
             raise invalid_argument(
                 f"parameter {names.DTYPE}={self.datatype}: output {quote(spec.name)} is {spec.datatype}, "
-                "and only floating-point outputs can change type"
+                "but only floating-point outputs can change type"
             )
 
     def apply_to(self, spec: TensorSpec, output: Array) -> dict[str, Array]:
@@ -89,7 +89,7 @@ class OutputOptions:
         return self._named(spec, split_top_k(output, self.top_k, self.temperature))
 
     def apply_to_top_k(self, spec: TensorSpec, computed: TopKArrays) -> dict[str, Array]:
-        """Like `apply_to`, for an output whose largest values the model has already selected."""
+        """Do the same as `apply_to` for an output whose largest values the model has already selected."""
         return self._named(spec, cut_top_k(computed, self.top_k or 1, self.temperature))
 
     def _named(self, spec: TensorSpec, found: tuple[Array, Array, Array]) -> dict[str, Array]:
@@ -144,7 +144,8 @@ _OBJECT_NBYTES = 41
 """Memory for an element of BYTES in addition to its content: 33 bytes in the CPython object, and 8 in the array."""
 _FINAL_WANTED = "triton_enable_empty_final_response"  # set by tritonclient's `enable_empty_final_response`
 _MOST_COPIED = 256 << 20
-"""Most bytes of shared memory copied per request: 2,048 tokens with 32,768 targets. Row width is not limited."""
+"""Maximum number of bytes of shared memory copied per request: 2,048 tokens with 32,768 targets. Row width is not
+limited."""
 
 
 @dataclass(frozen=True)
@@ -390,8 +391,8 @@ def _wire_names(spec: TensorSpec, model: ServedModel, options: OutputOptions) ->
         return (spec.name,)
     if options.top_k is None:
         raise invalid_argument(
-            f"output {quote(spec.name)} has {spec.shape[-1]} values per row and is never sent whole: ask for the top "
-            f"with parameter {names.TOP_K}, at most {model.max_top_k}"
+            f"output {quote(spec.name)} has {spec.shape[-1]} values per row and is never sent whole: request "
+            f"the largest with parameter {names.TOP_K}, at most {model.max_top_k}"
         )
     if options.top_k > model.max_top_k:
         raise invalid_argument(
@@ -434,7 +435,9 @@ def _read_outputs(
             )
         place = read_region_slice(output.name, output.parameters) if output.parameters else None
         if place is not None and len(sent_names) > 1:
-            raise invalid_argument(f"output {quote(output.name)}: name its parts {', '.join(sent_names)} to place them")
+            raise invalid_argument(
+                f"output {quote(output.name)}: name its parts {', '.join(sent_names)} to place them in shared memory"
+            )
         for name in sent_names:
             if name in wanted:
                 raise invalid_argument(f"output {quote(name)} was asked for twice")

@@ -30,7 +30,7 @@ from edl_serving.settings import ServerSettings
 
 NO_DISCOVERY = "none"
 _MODEL = OptionGroup(
-    "the model (one of the first seven)",
+    "the model (give one of the first seven options)",
     (
         Option("callable", v.text, "TARGET", "a function over numpy arrays: package.module:name or path/file.py:name"),
         Option("factory", v.text, "TARGET", "a function or class that returns such a function; takes --option"),
@@ -110,8 +110,8 @@ STORE_OPTION = Option(
 )
 REGISTRATION_OPTIONS = (
     Option("ttl", v.duration_s, "TIME", "time until a dead process counts as gone (default: EDL_TTL_S, or 10s)"),
-    Option("id", v.text, "NAME", "unique within the service (default: host name and port)"),
-    Option("capacity", v.number, "WEIGHT", "2 takes twice as many students as 1 (default 1)"),
+    Option("id", v.text, "NAME", "id, unique within the service (default: host name and port)"),
+    Option("capacity", v.number, "WEIGHT", "a teacher with 2 takes twice as many students as with 1 (default 1)"),
     Option("tag", v.text, "TEXT", "a tag; repeatable", many=True),
     Option("meta", v.text, "KEY=VALUE", "metadata that students can read; repeatable", pairs=True),
     Option("publish-load", v.flag, "", "publish rows and compute time (default; EDL_PUBLISH_LOAD)", negative=True),
@@ -140,7 +140,7 @@ PROCESS_OPTIONS = (
 _PROCESS = OptionGroup(
     "the process",
     (
-        Option("ready-file", v.text, "PATH", "JSON written when ready: endpoint, port, metrics_port, pid"),
+        Option("ready-file", v.text, "PATH", "JSON file written when ready: endpoint, port, metrics_port, pid"),
         Option("exit-with", v.count, "PID", "drain and exit when that process ends"),
         *PROCESS_OPTIONS,
     ),

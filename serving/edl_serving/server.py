@@ -48,7 +48,8 @@ _SWEEP_EVERY_S = 5.0  # longest time that a killed student's memory is kept; a s
 _TURN_S = 4.0
 """How long an event loop iteration may take before the process counts as stuck. The operator's probes wait 5 s."""
 _FAULT_LOOK_S = 1.0
-"""Seconds between fault checks of the backends. A check takes microseconds; students notice a dead teacher as fast."""
+"""Seconds between fault checks of the backends. A check takes microseconds, and students notice a dead teacher equally
+fast."""
 _MAX_CALLS = 1024  # open calls of one connection; gRPC makes the client hold back further ones
 _FLUSH_S = 0.25  # time to end RPCs without a waiting client, such as health watches
 
@@ -126,7 +127,7 @@ class TeacherServer:
         self._tasks.append(asyncio.create_task(work))
 
     def load(self) -> tuple[int, float, int, int]:
-        """Return four numbers: computed rows, total seconds that workers spent on them, workers, and waiting rows.
+        """Return four numbers: rows computed, seconds that workers spent on them, workers, and rows waiting.
 
         Callable from any thread.
         """
@@ -166,7 +167,7 @@ class TeacherServer:
 
     def _start_canary(self, batcher: Batcher, every_s: float) -> None:
         async def changed(healthy: bool) -> None:
-            await self._set_fault("canary", "" if healthy else "the model fails a row of the sample (--canary)")
+            await self._set_fault("canary", "" if healthy else "the model fails on a row of the sample (--canary)")
 
         row = self._backends[0].sample(1)
         canary = Canary(batcher, self.model, row, every_s, self.settings.canary_timeout_s, changed)
@@ -244,9 +245,9 @@ class TeacherServer:
         if settings.metrics_port is not None:
             refusal = ""
             if files is not None:
-                refusal = "this server has TLS or tokens, and this port has neither: use gRPC"
+                refusal = "this server has TLS or tokens, but this port has neither: use gRPC"
             elif settings.metrics_host != settings.host and not is_this_host(authority(settings.metrics_host, 0)):
-                refusal = "this port is open to more hosts than the server: give --metrics-host as --host, or use gRPC"
+                refusal = "this port is open to more hosts than the server: set --metrics-host like --host, or use gRPC"
             api = HttpApi(inference, asyncio.get_running_loop(), settings.max_message_bytes, refusal)
             self.metrics_port = self.metrics.listen(settings.metrics_host, settings.metrics_port, api)
 

@@ -37,11 +37,12 @@ class ServerSettings:
         tensor_channel: Also accept requests from EDL's students over a plain socket, which costs a fraction of what
             gRPC costs.
         channel_port: TCP port of that socket, on `host`; 0 for a free port.
-        max_batch_rows: Most rows in one call of the backend. A request with more rows is computed in parts.
+        max_batch_rows: Maximum number of rows in one call of the backend. A request with more rows is computed in
+            parts.
         max_delay_s: Seconds for which the first request of a batch waits for other requests to join the batch, while
             the model is idle.
-        max_queue_rows: Rows that may wait in the queue. Further requests are refused with UNAVAILABLE and a hint when
-            to retry. A single request with more rows is refused with INVALID_ARGUMENT.
+        max_queue_rows: Rows that may wait in the queue. Further requests are refused with UNAVAILABLE and a hint about
+            when to retry. A single request with more rows is refused with INVALID_ARGUMENT.
         max_queue_bytes: Bytes that waiting requests and their future answers may take. Further requests are refused
             with UNAVAILABLE. A request that is too large only because of its answer waits alone; a request that is too
             large even without its answer is refused with INVALID_ARGUMENT. Tensors in shared memory count only if they

@@ -173,12 +173,12 @@ def _check_owner(key: str, found: os.stat_result, client: int, users: Collection
     owner = found.st_uid
     if owner not in users:
         raise invalid_argument(
-            f"shared memory key {quote(key)} belongs to user {owner}; this server takes that of "
+            f"shared memory key {quote(key)} belongs to user {owner}; this server accepts keys of "
             f"{', '.join(map(str, sorted(users)))} (edl serve --shared-memory-user {owner})"
         )
     if client not in (owner, 0):
         raise invalid_argument(
-            f"shared memory key {quote(key)} belongs to user {owner}, and the client is user {client}"
+            f"shared memory key {quote(key)} belongs to user {owner}, but the client is user {client}"
         )
 
 
@@ -188,7 +188,7 @@ def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
 
 
 class RegionTable:
-    """The registered regions, by user and name, of the server's own user and of `users`. Used on the event loop."""
+    """The registered regions, by user and name, of the server's own user and of `users`. Use it on the event loop."""
 
     def __init__(
         self, peers: PeerCredentials, users: Collection[int] = (), max_regions: int = 256, max_bytes: int = 16 << 30
@@ -316,7 +316,7 @@ def is_local(peer: str) -> bool:
 
 
 class PeerCredentials:
-    """Finds the users that local clients of a server's TCP port belong to. Used on the event loop."""
+    """Finds the users that local clients of a server's TCP port belong to. Use it on the event loop."""
 
     def __init__(self, port: Callable[[], int]) -> None:
         self._port = port

@@ -22,9 +22,9 @@ Trains a teacher on scikit-learn's handwritten digits, serves it with several `e
 smaller students on its soft labels. Meanwhile one teacher is killed with SIGKILL, a new one joins, and one is drained
 with SIGTERM. For comparison, the same students also learn from the images' own labels alone.
 
-At the end you see how well each did, how many rows each teacher served, and that every sample arrived exactly once with
-its own label. A plot shows throughput over time, with the kill, join and drain marked. It takes about two minutes on
-two cores.
+At the end you see how well each student did, how many rows each teacher served, and that every sample arrived exactly
+once with its own label. A plot shows throughput over time, with the kill, join and drain marked. The demo takes about
+two minutes on two cores.
 
 The teachers sleep briefly during each batch so that the small network takes as long as a large one; everything else
 is real: processes, sockets, signals, discovery."""
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where results go (default: out/demo)")
     add("--quick", action="store_true", help="fewer seeds and steps, in a third of the time")
-    add("--dashboard", action="store_true", help="also show it on a web page")
+    add("--dashboard", action="store_true", help="also show the demo on a web page")
     options = parser.parse_args(argv)
 
     from edl.cli.demo.models import DemoPlan

@@ -132,7 +132,7 @@ def batches(digits: Digits, plan: DemoPlan) -> Iterator[Batch]:
 
 
 class Teacher(nn.Module):
-    """Digits [rows, 1, 8, 8] to logits [rows, 10]."""
+    """Maps digits [rows, 1, 8, 8] to logits [rows, 10]."""
 
     def __init__(self, pause_ms: float = 0.0) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def train_teacher(digits: Digits, epochs: int, tell: Callable[[int, float], None
 
 
 class ModelPair:
-    """Two students with equal initial weights and images: `alone` learns labels, `distilled` the teachers' outputs."""
+    """Two students with equal initial weights and images: `alone` learns labels, `distilled` learns soft labels."""
 
     def __init__(self, seed: int, steps: int, temperature: float) -> None:
         torch.manual_seed(seed)
@@ -262,7 +262,7 @@ class Findings:
 
     @property
     def all_well(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no sample is wrong."""
         return not (self.lost or self.repeated or self.out_of_order or self.changed or self.mislabelled)
 
 

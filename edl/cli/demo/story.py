@@ -50,7 +50,7 @@ _SERVICE: Final = "digits"
 _START_S: Final = 120.0
 """Time allowed for a teacher to become ready: several teachers import torch at once, on few cores."""
 _STOP_S: Final = 10.0
-"""Time allowed for a teacher to drain: it has only some ten milliseconds of work left."""
+"""Time allowed for a teacher to drain: it has only tens of milliseconds of work left."""
 _BIN_S: Final = 0.5
 
 _Kind = Literal["kill", "join", "drain"]
@@ -207,7 +207,7 @@ class _Epoch:
         return time.monotonic() - self._began
 
     def after(self, batches: int) -> ReaderStats:
-        """Record the counters after `batches` batches, and cause the trouble that is due."""
+        """Record the counters after `batches` batches, and kill, start or drain a teacher if that is due."""
         self.samples.append((self.now_s, self._reader.stats()))
         stats = self.samples[-1][1]
         plan, teachers, fraction = self._plan, self._fleet.teachers, batches / self._plan.batches
@@ -350,7 +350,7 @@ def _accuracies(result: DemoResult, digits: Digits) -> Table:
         row("student alone", small, f"{result.plan.labelled} images, labels", result.alone),
         row("student distilled", small, "the same, soft labels", result.distilled, "bold green"),
     ]
-    title = f"Accuracy on {len(digits.test_images)} images that none of them has seen"
+    title = f"Accuracy on {len(digits.test_images)} images that no student has seen"
     return _table(title, ("", "parameters", "learned from", "mean", "lowest to highest"), rows)
 
 

@@ -1,3 +1,3 @@
-"""Commands for jobs and pools on Kubernetes, custom resources that the operator (`edl.master.kube`) handles."""
+"""Commands for jobs and pools on Kubernetes, which are custom resources of the operator (`edl.master.kube`)."""
 
 __all__: list[str] = []

@@ -35,7 +35,8 @@ from edl.master.kube.members.pods import MemberPod, read_member_pods
 FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
 """Phases after which there is no further output; a rejected resource remains rejected until its spec changes."""
 _TAKEN_UP_S: Final = 15.0
-"""After this long, probably no operator is running: an operator handles a new resource within a second."""
+"""If a resource is not handled for this long, probably no operator is running: an operator handles a new resource
+within a second."""
 _REFUSALS: Final = ("ObjectRefused", "AccessDenied")
 """Reasons in the condition Accepted that mean a refusal by the API server. QuotaExceeded is not among them, since quota
 becomes free when other jobs end. A job that is Pending with an unusable spec continues with its previous spec."""
@@ -49,13 +50,16 @@ _HIDDEN: Final = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CONNECTION_S: Final = 30.0
 """Duration of a connection: the log from a node that disappeared stays open and silent, so the pod is checked again."""
 _SHORT_S: Final = 1.0
-"""If a connection is shorter and brings no new line, its container waits for a restart: the old log comes at once."""
+"""If a connection ends sooner and brings no new line, its container is waiting for a restart: the API server sends the
+old log at once."""
 _LOOK_S: Final = 1.0
 """Poll interval for new pods."""
 _MAX_WAITING: Final = 10_000
-"""Maximum number of lines waiting to be written: then a slow terminal blocks the readers, to limit memory."""
+"""Maximum number of lines waiting to be written. At this number, a slow terminal blocks the readers, to limit
+memory."""
 _DRAIN_S: Final = 5.0
-"""Time for the last lines after the job has ended: its pods have written everything; only connections may be slow."""
+"""Time allowed for the last lines after the job has ended. Its pods have written everything by then; only connections
+may be slow."""
 _COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95)
 """ANSI colours for members, in turn, without black and white, which are used for text."""
 
@@ -135,7 +139,7 @@ class PhaseObserver:
 
 
 class LineCutter:
-    """Splits a log into lines, each prefixed by its time (the API's `timestamps` option).
+    """Splits a log into lines. In the log, a time precedes each line (the API's `timestamps` option).
 
     After `restart`, the log may start again at `since`; lines that were already yielded are skipped. A time does not
     identify a line, because a container's output and errors are timestamped independently. The last lines are therefore
@@ -233,11 +237,11 @@ class PodLog:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Stop reading, no later than the end of the connection."""
+        """Stop reading, at the latest when the connection ends."""
         self._stopping.set()
 
     def follow(self) -> None:
-        """Follow until the container has ended, the pod is gone, or `stop` is called. Reconnect without repetitions."""
+        """Follow until the container ends, the pod is gone, or `stop` is called. Reconnect without repeating lines."""
         backoff = Backoff(0.2, 5.0, jitter=0.3)
         trouble = ""
         while not self._stopping.is_set():
@@ -429,8 +433,8 @@ def _describe_wait(pod: MemberPod) -> str:
 # --- The command ---
 
 _DESCRIPTION = """\
-Shows the logs of a job's or pool's members, each prefixed by its member's name. With -f it follows them, and those of
-replacement pods, until the job has ended."""
+Shows the logs of a job's or pool's members, each prefixed by its member's name. With -f, it follows these logs, and
+those of replacement pods, until the job has ended."""
 
 _EXAMPLES = """\
 examples:
@@ -441,7 +445,7 @@ examples:
 
 
 class LogScreen:
-    """Writes lines to standard output, preceded by the member's name if `prefix`, and notes to standard error."""
+    """Writes lines to standard output, after the member's name if `prefix` is set, and notes to standard error."""
 
     def __init__(self, *, prefix: bool) -> None:
         self._prefix = prefix

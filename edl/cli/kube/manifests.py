@@ -49,7 +49,8 @@ _INT: Final = r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)"  # 
 _FLOAT: Final = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 _PREFIXES: Final = {"0b": 2, "0o": 8, "0x": 16}
 _PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
-"""Strings that every YAML parser reads as strings without quotes; kubectl reads 1e-3 as a number and y as a boolean."""
+"""Strings that every YAML parser reads as strings even without quotes; kubectl reads 1e-3 as a number and y as a
+boolean."""
 
 
 # --- Values of options ---
@@ -72,7 +73,7 @@ def replica_range(lowest: int) -> Callable[[str], ReplicaRange]:
 
 
 def _read_range(spelled: str, option_value: str, lowest: int) -> ReplicaRange:
-    """Read a range; `option_value`, which errors quote, also has the name of a pool."""
+    """Read a range from `spelled`. Errors quote `option_value`, which may also contain a pool's name."""
     found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", spelled)
     if found is None:
         raise ArgumentTypeError(f"{option_value!r}: expected a number, or MIN:MAX as in 1:8")
@@ -243,7 +244,7 @@ def read_script(path: str) -> LocalScript:
 def make_submission(options: Namespace, script: LocalScript | None) -> list[Object]:
     """Return the resources of a job in creation order: its script, new pools, and the job.
 
-    `options` are those of `edl submit`. Without a value, the template, the operator or the image decides.
+    `options` are those of `edl submit`. If an option is not given, the template, the operator or the image decides.
     """
     job = _resource(ELASTIC_JOBS, options.name, _job_spec(options, script))
     pools = [_pool(options, demand) for demand in options.teachers if demand.serve is not None]
@@ -462,9 +463,10 @@ _ELSEWHERE: Final = {
     "requests": "resources.requests",
     **dict.fromkeys(("environment", "enviroment"), "env"),
 }
-"""Lower-case names that are not fields of a container -> the field that the user probably meant."""
+"""For lower-case names that are not fields of a container, the field that the user probably meant."""
 _NEAR: Final = 0.8
-"""A pod's unknown field counts as misspelled only if it is this similar to a known field: newer servers have more."""
+"""A pod's unknown field counts as misspelled only if it is this similar to a known field, because newer servers have
+more fields."""
 
 
 def find_slips(manifest: Mapping[str, Any]) -> list[str]:
@@ -480,7 +482,7 @@ def find_slips(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _find_pod_slips(found: Any, kind: str, path: str) -> Iterator[str]:
-    """Compare a part of a pod with its type in the Kubernetes client's models, generated from the API's schema."""
+    """Compare a part of a pod with its type in the Kubernetes client's models, which are generated from the API."""
     from kubernetes.client import models
 
     if kind == "str" and isinstance(found, (bool, int, float)):

@@ -47,7 +47,7 @@ _EXIT_TIMEOUT: Final = 124
 
 _DESCRIPTION = """\
 Creates an ElasticJob for EDL's operator: elastic workers, each with `edl run SCRIPT ARGS...` in a pod. A SCRIPT on
-this machine is sent in a ConfigMap (only that file, under 700 KB); one in the image needs --script-in-image.
+this machine is sent in a ConfigMap (only that file, under 700 KB); a script in the image needs --script-in-image.
 --teachers adds a pool of teachers, which grows onto idle GPUs."""
 
 _EXAMPLES = """\
@@ -60,8 +60,8 @@ examples:
   edl submit -f job.yaml --wait                                           jobs and pools from a file"""
 
 _DETAILS = """\
-Options of this command precede SCRIPT; everything after SCRIPT is passed to the script. Both are sent as typed:
-Kubernetes expands $(NAME) only in files written by hand."""
+Options of this command precede SCRIPT; everything after SCRIPT is passed to the script. Both parts are sent as
+typed: Kubernetes expands $(NAME) only in files written by hand."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -138,7 +138,7 @@ def _await_end(client: KubeClient, job: Target, pools: Sequence[Target], options
         _note(f"{job} keeps running: `edl logs {job.name} -f` follows it again, `edl delete {job.name}` ends it")
         raise
     if not phase:
-        what = "has not ended" if follower.phases.taken_up else "is not taken up by an operator"
+        what = "has not ended" if follower.phases.taken_up else "has not been handled by an operator"
         _note(f"{job} {what} after {options.timeout:g} s: `edl logs {job.name} -f` follows it again")
         return _EXIT_TIMEOUT
     if phase == "Deleted":
@@ -204,20 +204,25 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     manifests = "jobs and pools in YAML or JSON, instead of SCRIPT; - for standard input"
     add("-f", "--file", action=_File, metavar="FILE", help=manifests)
-    add("--dry-run", action="store_true", help="print YAML for `kubectl apply -f -`, and contact no cluster")
+    add("--dry-run", action="store_true", help="print YAML for `kubectl apply -f -` without a cluster")
     add("--wait", action="store_true", help="return when the job has ended: 0 if it succeeded, 1 if not")
-    add("--follow", action="store_true", help="the same, and show the workers' output")
-    limit = "limit for --wait and --follow: return 124; the job keeps running"
+    add("--follow", action="store_true", help="like --wait, and show the workers' output")
+    limit = "limit for --wait and --follow: then return 124; the job keeps running"
     add("--timeout", type=duration(), metavar="TIME", help=limit)
     add = parser.add_argument_group("workers").add_argument
     add("--image", default="", metavar="IMAGE", help="image with Python, edl and what the script imports")
-    add("--name", type=resource_name, metavar="NAME", help="name of the job (default: the script's plus six digits)")
+    add(
+        "--name",
+        type=resource_name,
+        metavar="NAME",
+        help="name of the job (default: the script's name plus six digits)",
+    )
     size = "pods: begin with MIN, grow to MAX (default: 1)"
     add("--workers", type=replica_range(1), default=ReplicaRange(1, 1), metavar="MIN:MAX", help=size)
     add("--gpus", type=at_least(0), default=0, metavar="N", help="GPUs of each pod (default: 0)")
-    add("--cpu", type=quantity, metavar="AMOUNT", help="request of each pod, such as 2 or 500m")
-    add("--memory", type=quantity, metavar="AMOUNT", help="request and limit of each pod, such as 16Gi")
-    value = "variable of the workers; repeatable"
+    add("--cpu", type=quantity, metavar="AMOUNT", help="CPU request of each pod, such as 2 or 500m")
+    add("--memory", type=quantity, metavar="AMOUNT", help="memory request and limit of each pod, such as 16Gi")
+    value = "environment variable of the workers; repeatable"
     add("--env", type=variable, action="append", default=[], metavar="NAME=VALUE", help=value)
     add(
         "--store",
@@ -230,11 +235,11 @@ def _parser() -> CommandParser:
     add("--checkpoint", default="", metavar="URL", help="where the job's state is stored")
     add = parser.add_argument_group("teachers").add_argument
     pool = (
-        "a new pool of teachers, with --serve, or the name of an existing one; the workers' EDL_SERVICE names it if it "
-        "is the only one; repeatable"
+        "a new pool of teachers (with --serve), or the name of an existing pool; if it is the only "
+        "pool, EDL_SERVICE in the workers names it; repeatable"
     )
     add("--teachers", type=pool_range, action="append", default=[], metavar="SERVICE[=MIN:MAX]", help=pool)
-    command = "arguments of `edl serve` in its pods"
+    command = "arguments of `edl serve` in the pool's pods"
     add("--serve", type=pool_command, action="append", default=[], metavar="SERVICE=ARGS", help=command)
     add_cluster_options(parser)
     add = parser.add_advanced_group("more about the pods").add_argument
@@ -243,14 +248,14 @@ def _parser() -> CommandParser:
     more = "more options of `edl run`, such as '--max-restarts 3'"
     add("--run", type=split_words, default=(), metavar="OPTIONS", help=more)
     add("-m", "--module", action="store_true", help="SCRIPT is a module in the image, as for `python -m`")
-    add("--script-in-image", action="store_true", help="SCRIPT is a path in the image: send nothing along")
+    add("--script-in-image", action="store_true", help="SCRIPT is a path in the image; no file is sent")
     add("--template", default="", metavar="FILE", help="a pod template to start from: volumes, tolerations, ...")
     add("--queue", default="", metavar="NAME", help="Kueue queue")
     add("--priority-class", default="", metavar="NAME", help="priority class of the pods")
     add("--teacher-image", default="", metavar="IMAGE", help="image of the teachers (default: --image)")
     add("--teacher-gpus", type=at_least(0), metavar="N", help="GPUs of each teacher (default: --gpus)")
     add = parser.add_argument
-    add("script", metavar="SCRIPT", help="what `edl run` runs; with -m a module's name")
+    add("script", metavar="SCRIPT", help="script for `edl run`; with -m, a module's name")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
     return parser
 
@@ -270,7 +275,7 @@ class _File(argparse.Action):
 # object, so nothing is deleted: the error lists what exists.
 
 _ANY_STORE: Final = "edl://store"
-"""Store for checking a job that names none: the operator's is unknown here."""
+"""Store to assume when checking a job that names none: the operator's default store is unknown here."""
 
 
 def check_manifests(manifests: Sequence[Object]) -> None:
@@ -291,7 +296,8 @@ def create_all(
 ) -> list[Object]:
     """Create resources in order, and return the API's responses. If one is refused, delete the others.
 
-    A job's script is created before it; the job then becomes its owner. Raises ConflictError if a name exists.
+    A job's script is created before the job, which then becomes the script's owner. Raises ConflictError if a name
+    exists already.
     """
     made: list[Object] = []
     try:
@@ -354,7 +360,7 @@ def _create(client: KubeClient, manifest: Object, namespace: str) -> Object:
 
 
 def _delete_orphan(client: KubeClient, manifest: Object, namespace: str) -> bool:
-    """Delete a script whose job is gone: a killed submission left it, or its garbage collection is pending."""
+    """Delete a script whose job is gone: a killed submission left it behind, or its garbage collection is pending."""
     name, job = manifest["metadata"]["name"], (manifest["metadata"].get("labels") or {}).get(SCRIPT_LABEL)
     found = client.get(CONFIG_MAPS, name, namespace)
     metadata = found["metadata"] if found is not None else {}
@@ -369,7 +375,7 @@ def _delete_orphan(client: KubeClient, manifest: Object, namespace: str) -> bool
 
 
 def _own_scripts(client: KubeClient, made: Sequence[Object]) -> None:
-    """Make the job the owner of its script, so that deleting the job deletes it."""
+    """Make the job the owner of its script, so that deleting the job also deletes the script."""
     jobs = {item["metadata"]["name"]: item for item in made if manifest_type(item) == ELASTIC_JOBS}
     for item in made:
         metadata: dict[str, Any] = item["metadata"]

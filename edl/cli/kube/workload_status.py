@@ -133,7 +133,7 @@ def _why(item: KubernetesWorkload) -> str:
 
 @dataclass(frozen=True)
 class WorkloadEvent:
-    """An event that the operator recorded: the wall-clock time of the last occurrence, and their number."""
+    """An event recorded by the operator: the wall-clock time of its last occurrence, and how often it occurred."""
 
     time: float | None
     type: str
@@ -256,7 +256,7 @@ def _last_end(item: KubernetesMember, now_s: float) -> str:
 
 @dataclass(frozen=True)
 class WorkloadLook:
-    """The state of a job or pool; `job` is its status in its store, None if unknown, and `trouble` says why."""
+    """The state of a job or pool; `job` is its status in its store; if None, `trouble` says why."""
 
     item: KubernetesWorkload
     events: tuple[WorkloadEvent, ...]
@@ -265,7 +265,7 @@ class WorkloadLook:
 
 
 def read_workload(client: KubeClient, target: Target, store_url: str = "") -> WorkloadLook:
-    """Read a job or pool and its last events, and the job from `store_url` or else from its own store.
+    """Read a job or pool, its last events, and a job's status from `store_url` or else from the job's own store.
 
     Raises SettingsError if the resource is gone, and EDLError if the API server fails.
     """

@@ -1,7 +1,7 @@
 """`edl jobs`, `scale`, `suspend`, `resume` and `delete`: jobs and pools of a Kubernetes cluster, as custom resources.
 
-The operator does the work; these commands read and write `ElasticJob` and `TeacherPool`. They find the cluster as
-kubectl does, and a resource by `NAME`, `job/NAME` or `pool/NAME`.
+The operator does the work; these commands read and write `ElasticJob` and `TeacherPool` resources. They find the
+cluster as kubectl does, and a resource by `NAME`, `job/NAME` or `pool/NAME`.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _TYPES: Final = {"job": ELASTIC_JOBS, "pool": TEACHER_POOLS}
 def add_cluster_options(parser: CommandParser) -> None:
     """Add the options that `open_cluster` reads, with kubectl's names."""
     add = parser.add_argument_group("cluster").add_argument
-    add("-n", "--namespace", metavar="NAME", help="(default: the context's, or the pod's own)")
+    add("-n", "--namespace", metavar="NAME", help="namespace (default: the context's or the pod's own)")
     add_kubeconfig_options(add)
 
 
 def add_kubeconfig_options(add: Callable[..., object]) -> None:
     """Add the options that choose the cluster and the user."""
     add("--context", metavar="NAME", default="", help="kubeconfig context (default: the current one)")
-    file = "(default: KUBECONFIG, the pod's service account, ~/.kube/config)"
+    file = "kubeconfig file (default: KUBECONFIG, the pod's service account, ~/.kube/config)"
     add("--kubeconfig", metavar="FILE", default="", help=file)
 
 
@@ -112,7 +112,7 @@ def parse_target(text: str) -> tuple[str | None, str]:
 
 
 def find_target(client: KubeClient, text: str) -> Target:
-    """Find a job or pool in the client's namespace; SettingsError if there is none, or one of each with this name."""
+    """Find a job or pool in the client's namespace; SettingsError if there is neither, or both, with this name."""
     kind, name = parse_target(text)
     kinds = (kind,) if kind is not None else tuple(_TYPES)
     resources = {each: client.get(_TYPES[each], name) for each in kinds}
@@ -153,7 +153,7 @@ def jobs(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("-A", "--all-namespaces", action="store_true", help="in all namespaces")
     add("-w", "--watch", action="store_true", help="show changes until Ctrl-C")
-    add("--json", action="store_true", help="print JSON; --watch: one object per line")
+    add("--json", action="store_true", help="print JSON; with --watch, one object per line")
     add_cluster_options(parser)
     options = parser.parse_args(argv)
 
@@ -185,11 +185,11 @@ _SCALE_EXAMPLES = """\
 examples:
   edl scale first-job 4             four workers
   edl scale pool/digits 0           no teachers
-  edl scale first-job 12 --max 12   more than it was submitted with
+  edl scale first-job 12 --max 12   more than the job was submitted with
   edl scale first-job auto          as many as are useful and fit, within its bounds"""
 
 _OLD_MINIMUM: Final = (
-    "running pods keep the minimum they started with (`edl run --nnodes MIN:`); new pods get the new one"
+    "running pods keep the minimum they started with (`edl run --nnodes MIN:`); new pods get the new minimum"
 )
 
 
@@ -277,8 +277,8 @@ def _set_suspended(command: str, argv: Sequence[str], suspended: bool, descripti
 # --- edl delete ---
 
 _DELETE = """\
-Deletes jobs and pools without asking. Kubernetes stops their pods within their grace period and removes what
-belongs to them; their registrations expire with their leases. Checkpoints are kept."""
+Deletes jobs and pools without asking. Kubernetes stops their pods within the pods' grace period and removes
+everything that belongs to them; registrations expire with their leases. Checkpoints are kept."""
 
 _DELETE_EXAMPLES = """\
 examples:
@@ -292,7 +292,7 @@ def delete(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("names", nargs="+", metavar="NAME", help="NAME, job/NAME or pool/NAME")
     add("--wait", action="store_true", help="return when all are gone")
-    add("--timeout", type=duration(), default=_WAIT_S, metavar="TIME", help="--wait's limit (default: 2m)")
+    add("--timeout", type=duration(), default=_WAIT_S, metavar="TIME", help="limit for --wait (default: 2m)")
     add_cluster_options(parser)
     options = parser.parse_args(argv)
     with open_cluster(options) as client:

@@ -160,10 +160,10 @@ _PODS: Final = "=".join(MANAGED_BY)
 def read_cluster(
     client: KubeClient, namespaces: Sequence[str], *, members: bool = False, max_jobs: int = _MAX_JOBS
 ) -> KubernetesStatus:
-    """Read jobs and pools in some namespaces, in all if none is named.
+    """Read the jobs and pools in some namespaces, or in all namespaces if none is named.
 
     Raises:
-        EDLError: The API server does not respond, or refuses.
+        EDLError: The API server does not respond, or refuses the request.
     """
 
     def read(kind: ResourceType, labels: str = "") -> list[Object]:
@@ -192,7 +192,7 @@ _SHARE: Final = 0.2
 
 
 class ClusterView:
-    """Reads jobs and pools as often as a page needs them. Not thread-safe. SettingsError without a usable cluster."""
+    """Reads jobs and pools as often as a page needs them. Not thread-safe. SettingsError if no cluster is usable."""
 
     def __init__(self, settings: KubeSettings, namespaces: Sequence[str] = ()) -> None:
         self._client = KubeClient(settings)

@@ -55,11 +55,11 @@ class History(Generic[P]):
 
     @property
     def last_t(self) -> float:
-        """The time of the newest point; 0 without any."""
+        """The time of the newest point; 0 if there are none."""
         return self._points[-1].t if self._points else 0.0
 
     def append(self, point: P) -> None:
-        """Append a point only if it is newer than the last one: the clock may have gone back."""
+        """Append a point only if it is newer than the last one: the clock may have been set back."""
         if self._points and point.t <= self._points[-1].t:
             return
         self._points.append(point)

@@ -22,7 +22,7 @@ MASTERS: Final = "master_reports/"
 LAST_EVENTS: Final = 50
 """Maximum number of events in a job's entry; the merged list has 100."""
 _STATES: Final = {"leading": "running", "done": "done", "stopped": "down", "silent": "down"}
-"""State of a job with only a master, by the master's state."""
+"""State of a job that has only a master, by the master's state."""
 _MAX_REASON: Final = 300
 """Maximum length of the reason why a record is unreadable; the reason may quote the record."""
 
@@ -99,7 +99,7 @@ def job_status(
 
 
 def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
-    """Read a job for `edl status`; SettingsError if there is none, ProtocolError if another version wrote it."""
+    """Read a job for `edl status`; SettingsError if there is none, ProtocolError if another version of EDL wrote it."""
     now_s = time.time()
     summary = None
     try:

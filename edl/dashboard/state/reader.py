@@ -45,13 +45,14 @@ MAX_JOBS: Final = 100
 _SAMPLE_S: Final = 2.0
 """Time between two points of a history: a chart shows no finer detail."""
 _GAP_S: Final = 10.0
-"""After this long without a look, points from the job's ledger fill the gap in its history."""
+"""After this long without a read, points from the job's ledger fill the gap in its history."""
 _AWAY_S: Final = 30.0
-"""After this long without a look, the figures for that time are read from the store's process."""
+"""After this long without a read, the figures for that time are read from the store's process."""
 _ROUNDING_S: Final = 0.01
 """Smaller differences between times of a job's end are rounding errors."""
 _TIMEOUT_S: Final = 3.0
-"""Timeout of a request to the Store: a look sends a few requests, and should end before a user gives up."""
+"""Timeout of a request to the Store: a read of the state sends a few requests, and should end before a user gives
+up."""
 
 
 class StateReader:
@@ -97,7 +98,7 @@ class StateReader:
             self._open()
 
     def read(self) -> DashboardState:
-        """Return the current state or, in an outage of the Store or registry, the last known one with `stale` set."""
+        """Return the current state or, in an outage of the Store or registry, the last known state with `stale` set."""
         now_s = time.time()
         self.looks += 1
         kubernetes = self._cluster.latest() if self._cluster is not None else None

@@ -117,10 +117,11 @@ class KubernetesWorkload:
 
 @dataclass(frozen=True)
 class KubernetesStatus:
-    """The jobs and pools in some namespaces, or in all if none is named.
+    """The jobs and pools in some namespaces, or in all namespaces if none is named.
 
     Attributes:
-        stale: Why the figures are old: the API server does not respond, or refuses; empty if they are current.
+        stale: Why the figures are old: the API server does not respond, or refuses the requests; empty if they are
+            current.
         looked: Time of the last complete read.
         jobs: Running jobs first, then ended jobs, latest first.
         more_jobs: Number of earlier ended jobs, which are left out.
@@ -152,7 +153,7 @@ class WantedCount:
     """The wanted number of teachers or workers.
 
     Attributes:
-        now: The current number.
+        now: The number wanted now.
         since: Time since which this count is wanted.
         time: Time of the record; if it is older than a minute, no master is deciding.
         decisions: The last decisions, oldest first.
@@ -207,7 +208,7 @@ class DatasetStatus:
 
     Attributes:
         kind: "range", "lines", "parquet", ...
-        epoch: The current epoch, from 0.
+        epoch: The current epoch, counted from 0.
         epochs: Total number of epochs.
         units: Units per epoch.
         shards: Counts by state: "todo" and "doing" in this epoch, "done" and "poisoned" in all epochs so far.
@@ -241,7 +242,7 @@ class EventRow:
         kind: The kind of event, one word.
         text: What happened.
         cause: Why it happened.
-        decision: Whether it is a decision of EDL: a wanted count, an excluded host, a poisoned shard.
+        decision: Whether the event is a decision of EDL: a wanted count, an excluded host, or a poisoned shard.
     """
 
     time: float
@@ -286,13 +287,13 @@ class JobPoint:
 
     Attributes:
         t: Time.
-        seconds: Time since the job began, by category: the difference of two points shows how the time between them
-            was spent.
+        seconds: Time since the job began, by category: the difference between two points shows how the time between
+            them was spent.
         goodput: Goodput since the job began.
         samples_per_s, steps_per_s: Rates at that moment; None for times before the dashboard read the job.
         world_size: Number of ranks.
         units_per_s: Rate over all datasets of the job's master.
-        look: Number of the dashboard's look that added the point; not in the JSON.
+        look: Number of the dashboard's read that added the point; not in the JSON.
     """
 
     t: float
@@ -311,7 +312,7 @@ class JobStatus(JobSummary):
 
     Attributes:
         history: Points, oldest first.
-        master: Its master's report; None without one.
+        master: Its master's report; None if there is no master.
         wanted_workers: The wanted number of workers; None if unknown.
         master_only: Whether the job has no `edl run`: only its master's report is known.
     """
@@ -353,9 +354,9 @@ class TeacherStatus:
 
 @dataclass(frozen=True)
 class ServicePoint:
-    """A service's history at time `t`: totals over its live teachers, and the mean share of time its students wait.
+    """A service's history at time `t`: totals over live teachers, and its students' mean share of time spent waiting.
 
-    `look` is the number of the look that added the point; it is not in the JSON.
+    `look` is the number of the read that added the point; it is not in the JSON.
     """
 
     t: float
@@ -423,7 +424,7 @@ def as_json(value: Any, after_look: int = -1) -> Any:
 
     Args:
         value: A dataclass of this module, or a part of it. Fields with metadata `"json": False` are left out.
-        after_look: Histories contain only points added after this look; -1 for all.
+        after_look: Histories contain only points added after the read with this number; -1 for all.
 
     Returns:
         Dicts, lists, strings, numbers, booleans and None.

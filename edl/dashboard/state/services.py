@@ -148,9 +148,9 @@ def _teacher(
 
 _LAPSED: Final = "its lease expired: the process is dead or paused, or cannot reach the registry"
 _DRAINED: Final = "it had drained"
-_LEFT: Final = "its registration was removed: it closed"
+_LEFT: Final = "its registration was removed: the process closed"
 _GONE: Final = (
-    "its record expired: it closed, was killed, or was paused for longer than its lease "
+    "its record expired: the process closed, was killed, or was paused for longer than its lease "
     f"({DiscoverySettings.ttl_s:g} s by default)"
 )
 _STATES: Final = {

@@ -2,7 +2,7 @@
 
 Inputs are views of memory that does not belong to the model. numpy refuses to write to an array that is flagged
 read-only. torch and native code ignore the flag, and writing to read-only shared memory kills the process with SIGSEGV.
-So before any student is served, the warm-up calls the model on writable memory to check whether it writes to its
+So before any student is served, the warm-up calls the model on writable memory to check whether the model writes to its
 inputs.
 """
 
@@ -64,8 +64,8 @@ def with_nonzero_floats(zeros: Mapping[str, Array]) -> dict[str, Array]:
 
 def warn_of_copies() -> None:
     _log.warning(
-        "the model writes to its inputs, which are read-only: from now on it gets copies. Have it write to its own "
-        "arrays to avoid them"
+        "the model writes to its inputs, which are read-only: from now on it gets copies. To avoid the copies, "
+        "change the model to write to its own arrays"
     )
 
 
@@ -82,7 +82,7 @@ class TensorSpec:
     Attributes:
         name: Name of the tensor in requests and responses.
         datatype: KServe's name of the type ("UINT8", "FP32", "INT64", "BYTES", ...).
-        shape: Shape of a row, without the batch dimension; -1 is a dimension of any size.
+        shape: Shape of a row, without the batch dimension; -1 means a dimension of any size.
 
     Raises:
         SettingsError: The name is empty, the datatype is unknown, or a dimension is neither -1 nor above 0.
@@ -142,7 +142,8 @@ class Backend(abc.ABC):
         """The outputs of `predict`."""
 
     version: str = UnnamedVersion("1")
-    """The version of the weights. Students use it as the key of their label caches, so each model needs its own.
+    """The version of the weights. Students use it as the key of their label caches, so each model needs its own
+    version.
 
     `edl serve --factory` sets a hash if the backend defines no version."""
 
@@ -229,8 +230,8 @@ class Backend(abc.ABC):
     def find_fault(self) -> str:
         """Return the reason why the model cannot take requests now; an empty text if it can.
 
-        The server calls this every second on its event loop, so it must return at once. While it returns a fault, the
-        server is not ready and is not in discovery.
+        The server calls this every second on its event loop, so it must return at once. While this method returns a
+        fault, the server is not ready and is not in discovery.
         """
         return ""
 
@@ -266,7 +267,7 @@ class Backend(abc.ABC):
             self.predict(self.sample(max_rows))
 
     def _look_for_writes(self) -> bool:
-        """Call the model to set `writes_inputs`; return False if it must be called again, with writable inputs."""
+        """Call the model to set `writes_inputs`; return False if the caller must call it again with writable inputs."""
         batch = self.sample(1)
         writes = None
         if self._sample_is_made_up:
@@ -301,9 +302,10 @@ _SPEC = re.compile(r"(?P<name>.+):(?P<type>[A-Za-z]\w*)\s*(?:\[(?P<shape>[^\[\]]
 
 
 def parse_spec(text: str) -> TensorSpec:
-    """Parse a tensor written `name:TYPE[size,size]`, without the batch dimension; -1 or ? is any size.
+    """Parse a tensor written `name:TYPE[size,size]`, without the batch dimension; -1 or ? means any size.
 
-    `TYPE` is KServe's name or numpy's, in any case: `image:uint8[3,224,224]`, `label:INT64`, `words:BYTES[?]`.
+    `TYPE` is KServe's or numpy's name of the type, in upper or lower case: `image:uint8[3,224,224]`, `label:INT64`,
+    `words:BYTES[?]`.
     """
     match = _SPEC.fullmatch(text.strip())
     if match is None:

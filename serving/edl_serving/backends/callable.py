@@ -6,7 +6,7 @@ attributes:
 
 - `inputs`, `outputs`: tensors as text, such as `["image:uint8[3,224,224]"]`, unless the command line specifies them;
 - `version`: identifies the weights;
-- `warm_up(max_rows)`, called instead of the two calls on zeros, and `close()`;
+- `warm_up(max_rows)`, which replaces the default warm-up (two calls on zeros), and `close()`;
 - `sequence_input`, `max_sequence`: see `Backend`;
 - `writes_inputs = True`: the function changes its inputs, so it gets copies. Set this only if the function has its own
   `warm_up`, because the default warm-up detects such changes.
@@ -43,7 +43,7 @@ class CallableBackend(DescribedBackend):
         if not callable(function):
             raise SettingsError(
                 f"a model must be callable; this is a {type(function).__qualname__}: name a function or an instance "
-                "with __call__, or with --factory a function that returns one"
+                "with __call__, or give --factory a function that returns a callable"
             )
         self._function = function
         self.version = version or _own_version(function) or self.version
@@ -101,7 +101,7 @@ def from_function(source: ModelSource) -> Backend:
 
 
 def from_factory(source: ModelSource) -> Backend:
-    """Call the user's `--factory` with its options; it returns a `Backend`, or a function to serve as one."""
+    """Call the user's `--factory` with its options. The factory returns a `Backend` or a function to serve."""
     factory = import_target(source.target, "--factory")
     if not callable(factory):
         raise SettingsError(f"--factory {source.target!r}: {type(factory).__name__} cannot be called")

@@ -1,4 +1,4 @@
-"""Computes the version of a model that Python code builds: a hash of its weights and code, if the user sets none.
+"""Computes the version of a model that Python code builds: a hash of its weights and code, if the user sets no version.
 
 docs/teachers.md ("Versions") says what the hash covers. If the version stayed the same after the model had changed,
 students would reuse labels of the old model. So if a model holds anything that the hash does not cover (an object, a
@@ -94,12 +94,12 @@ class UserModules:
                     self.queue(value)
 
     def drain(self) -> Iterator[types.ModuleType]:
-        """Yield each queued module once, including those that are queued during the iteration."""
+        """Yield each queued module once, including modules queued during the iteration."""
         while self._unread:
             yield self._unread.popleft()
 
     def find(self, name: str) -> types.ModuleType | None:
-        """Find a module by name, first among those found: a user's file may share an imported module's name."""
+        """Find a module by name, first among the user's: a user's file may have the name of an imported module."""
         return self._found.get(name) or sys.modules.get(name)
 
     def read_source(self, module: types.ModuleType) -> bytes:
@@ -169,7 +169,7 @@ def is_submodule(module: types.ModuleType, variable: str, value: Any) -> bool:
 
 
 def _imported_names(node: ast.AST, package: str | None) -> list[str]:
-    """Return the modules that an import statement may name."""
+    """Return the modules that an import statement may refer to."""
     if isinstance(node, ast.Import):  # without `as`, `import a.b` binds the name of the top package
         bound = [top_name(alias.name) for alias in node.names if not alias.asname]
         return [*(alias.name for alias in node.names), *bound]
@@ -210,7 +210,7 @@ _HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: a type created at run time
 
 
 class _WithoutSlots:
-    """Has the `__basicsize__` of a class with all state in `vars`; other classes exceed it or have no `__dict__`."""
+    """Has the `__basicsize__` of a class with all state in `vars`. Other classes are larger or have no `__dict__`."""
 
 
 class ContentHash:
@@ -453,7 +453,7 @@ def _transformers_settings(value: Any) -> dict[str, Any] | None:
 
 
 def _without_origin(settings: dict[str, Any]) -> dict[str, Any]:
-    """Leave out a configuration's origin and the release that loaded it, which may differ between hosts."""
+    """Return a configuration without its origin and the release that loaded it; both may differ between hosts."""
     return {
         name: _without_origin(part) if isinstance(part, dict) else part
         for name, part in settings.items()
@@ -510,7 +510,7 @@ def _ufunc_name(where: str, function: np.ufunc) -> str:
 def _tensor_parts(where: str, torch: Any, tensor: Any) -> Iterable[bytes | memoryview]:
     try:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-            raise TypeError(f"no plain tensor, but a {type(tensor).__qualname__}, {tensor.layout}")
+            raise TypeError(f"not a plain tensor but a {type(tensor).__qualname__}, {tensor.layout}")
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         # As bytes, since numpy has no bfloat16. `as_strided`, since a tensor of one element may have any stride.
         flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -58,7 +58,7 @@ class PaddleBackend(DescribedBackend):
         self._resolve_specs(specs, source.outputs, sample, "the model has no inputs")
 
     def _declared(self, program: Path) -> tuple[tuple[TensorSpec, ...], BatchSizeRange]:
-        """Return inputs and batch sizes from the files; no inputs if this version of Paddle cannot read them."""
+        """Return inputs and batch sizes from the files; no inputs if this version of Paddle cannot read the files."""
         try:
             found = _shapes_of(program, self._input_names)
             declared = tuple(_spec(name, dtype, shape) for name, (dtype, shape) in found.items())

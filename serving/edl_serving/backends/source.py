@@ -1,4 +1,4 @@
-"""`ModelSource`, the model that the command line describes; hashes of its files; imports of `package.module:name`."""
+"""Defines `ModelSource`, the model described by the command line; hashes files, and imports `package.module:name`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 8192
 
 
 class WeightsVersion(str):
-    """A version that is a hash of weights and code. It has its own type, as a user's version may look the same."""
+    """A hash of weights and code. It has its own type, because a user's version may look like a hash."""
 
     __slots__ = ()
 

@@ -91,7 +91,7 @@ class Normalization:
                 or {len(mean), len(deviation)} - {1, channels}
             ):
                 raise SettingsError(
-                    f"--normalize {text!r}: {channels} channels, and input {spec.name!r} is {list(spec.shape)}"
+                    f"--normalize {text!r}: {channels} channels, but input {spec.name!r} is {list(spec.shape)}"
                 )
         shape = (-1, *[1] * (len(images[0].shape) - 1))
         return cls(
@@ -174,7 +174,7 @@ def _spec(kind: str, name: str, value: Any) -> TensorSpec:
 
 
 def _output_names(program: torch.export.ExportedProgram, count: int) -> list[str]:
-    """Return the keys of a returned dictionary, else `output`, or `output_0` and so on."""
+    """Return the keys of the dictionary that the program returns, else `output`, or `output_0` and so on."""
     spec = program.call_spec.out_spec
     keys = getattr(spec, "context", None)
     if spec is not None and spec.type is dict and isinstance(keys, list) and len(keys) == count:
@@ -255,7 +255,7 @@ class TorchBackend(DescribedBackend):
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return a device by name; "auto" or None is the GPU if there is one, else the CPU."""
+    """Return a device by name; "auto" or None means the GPU if there is one, else the CPU."""
     if name in (None, "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -307,7 +307,7 @@ def from_export(source: ModelSource) -> Backend:
 
 
 def _flat(program: torch.export.ExportedProgram) -> Callable[..., Any]:
-    """Return the program as a function of flat tensors; it restores the arguments' structure from the export."""
+    """Return a function that calls the program with flat tensors, in the structure of the exported arguments."""
     module = program.module()
     structure = program.call_spec.in_spec
     assert structure is not None

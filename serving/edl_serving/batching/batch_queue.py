@@ -1,9 +1,9 @@
-"""Queues requests and chooses the next batch. A plain state machine without thread or lock.
+"""Queues requests and chooses the next batch. A plain state machine without threads or locks.
 
 Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows instead of bytes. Each
-client has a tag in virtual time. A new client's tag starts at the tag that is being served now, and grows by the number
-of rows served to that client. The client with the smallest tag goes next. So a client with few requests waits only for
-the current batch and for its own batch, however many requests another client has queued.
+client has a tag in virtual time. The tag of a new client starts at the tag that is being served now. It grows by the
+number of rows served to the client. The client with the smallest tag goes next. So a client with few requests waits
+only for the current batch and for its own batch, however many requests another client has queued.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from edl_serving.request import DecodedRequest, Join
 from edl_serving.request_error import RequestError
 
 Shapes: TypeAlias = tuple[Hashable, ...]
-"""Shapes of a job's inputs without the rows, and all else that jobs in a batch must share (`RequestPlan.shapes`)."""
+"""Shapes of a job's inputs without the rows, and everything else that jobs in a batch must share
+(`RequestPlan.shapes`)."""
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class InferenceJob:
 
 
 _MOST_REMEMBERED = 1024
-"""Number of clients without a job whose tags are remembered. A client that is forgotten gains at most one turn."""
+"""Number of idle clients whose tags are remembered. A client that is forgotten gains at most one turn."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class BatchQueue:
 
     A job with more than `max_batch_rows` rows is a batch by itself. It is computed in parts, and queued again after
     each part (`requeue_job`). Jobs of one client and shape never overtake each other. The next batch has the shape of
-    the jobs of the client whose turn it is; if these have several shapes, the shape of the job that has waited longest.
+    the jobs of the client whose turn it is; if these jobs have several shapes, it has the shape of the job that has
+    waited longest.
 
     If a job does not fit, the latest jobs of the client with the largest share of the queue are evicted, as long as the
     remaining share of that client is at least the share of the new job's client. So a single client may use the whole

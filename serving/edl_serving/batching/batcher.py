@@ -101,7 +101,8 @@ class Worker:
 _FIRST_HINT_MS = 100
 """Retry hint before the first batch is computed: the time that a large model on a GPU needs for a few batches."""
 _LONGEST_HINT_MS = 10_000
-"""Longest retry hint, for a queue of minutes. With a longer hint, a teacher that joins later would get no requests."""
+"""Longest retry hint, for a queue that takes minutes. With a longer hint, a teacher that joins later would get no
+requests."""
 
 
 class Batcher:
@@ -161,7 +162,7 @@ class Batcher:
         nbytes = queue.charged_nbytes(job)
         if nbytes > settings.max_queue_bytes:  # it never fits, so a hint would make the client retry for ever
             return invalid_argument(
-                f"this request takes {nbytes:,} bytes, with the objects that its strings become, and "
+                f"this request takes {nbytes:,} bytes, including the objects that its strings become, but "
                 f"the queue holds at most {settings.max_queue_bytes:,}: send fewer rows (edl serve --max-queue-bytes)"
             )
         if queue.nbytes + nbytes > settings.max_queue_bytes:
@@ -181,7 +182,7 @@ class Batcher:
         return max(1, min(_LONGEST_HINT_MS, round(1000 * rows * busy_s / done)))
 
     def next_batch(self) -> list[InferenceJob] | None:
-        """Wait in a worker's thread for a batch that is due; None when the batcher closes."""
+        """Wait in a worker's thread for a batch that is due; return None when the batcher closes."""
         while True:
             with self._wake:
                 if self._closing:

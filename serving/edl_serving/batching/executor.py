@@ -34,7 +34,7 @@ class ModelFault(Exception):
 
 
 class Executor:
-    """Computes batches on a backend. Used by a single thread at a time."""
+    """Computes batches on a backend. Call it from one thread at a time."""
 
     def __init__(self, backend: Backend, model: ServedModel, settings: ServerSettings, metrics: WorkerMetrics) -> None:
         self.backend = backend
@@ -46,13 +46,13 @@ class Executor:
         self._throttle = LogThrottle(_log)
 
     def run_jobs(self, jobs: Sequence[InferenceJob]) -> None:
-        """Set the answers of jobs that are not cancelled; does not raise. If a batch fails, its jobs are run singly."""
+        """Set the answers of jobs that are not cancelled; never raise. If a batch fails, run its jobs one by one."""
         self.run_next_part(jobs)
         while len(jobs) == 1 and jobs[0].unfinished:
             self.run_next_part(jobs)
 
     def run_next_part(self, jobs: Sequence[InferenceJob]) -> None:
-        """Like `run_jobs`, but compute only the next part of a job that is larger than a batch."""
+        """Compute only the next part of a job that is larger than a batch, otherwise as in `run_jobs`."""
         jobs = [job for job in jobs if not job.cancelled]
         if not jobs:
             return
@@ -77,7 +77,7 @@ class Executor:
             if len(jobs) > 1:
                 self._throttle.log_error(
                     "batch",
-                    f"model {self._model.name!r} {fault}; its batch of {len(jobs)} requests is computed one by one",
+                    f"model {self._model.name!r} {fault}; the {len(jobs)} requests of this batch run one by one",
                     fault.__cause__,
                 )
                 self._run_alone(jobs)
@@ -113,7 +113,7 @@ class Executor:
         return self._predict(self._merge(jobs, rows), rows, plan, k)
 
     def _part_end(self, job: InferenceJob) -> int:
-        """Return the end of a job's next part: a full batch, or less to keep the last sequence whole."""
+        """Return the row at which a job's next part ends: a full batch, or less to keep the last sequence whole."""
         end = min(job.done + self._max_batch_rows, job.rows)
         if self._model.sequence_input is None or end == job.rows:
             return end
@@ -156,7 +156,7 @@ class Executor:
         return merged
 
     def _predict_views(self, arrays: Sequence[Array], rows: int, plan: RequestPlan) -> Mapping[str, Array]:
-        """Like `_predict`, for arrays that are views of a message or of a student's shared memory."""
+        """Call `_predict` with arrays that are views of a message or of a student's shared memory."""
         k = plan.options.top_k or 1
         if self.backend.writes_inputs:
             return self._predict([array.copy() for array in arrays], rows, plan, k)

@@ -117,7 +117,7 @@ class EngineHealth:
             await connection.close()
         wanted = self.facts.root, self.facts.max_model_len
         if found != wanted:
-            self.set_changed(f"its model {self.facts.model!r} was {wanted}, and is {found}")
+            self.set_changed(f"its model {self.facts.model!r} was {wanted}, and now is {found}")
         return ProbeStatus.READY, ""
 
     async def _probe(self, connection: EngineConnection) -> None:
@@ -137,7 +137,7 @@ class EngineHealth:
 
 
 _TEMPERATURE = 1.0
-"""The temperature of the engines' prompt log-probabilities, from which no tail at another temperature follows."""
+"""Temperature of the engines' prompt log-probabilities. A tail at another temperature cannot be computed from them."""
 
 
 class GatewayBackend(Backend):
@@ -175,13 +175,15 @@ class GatewayBackend(Backend):
         if temperature != _TEMPERATURE:
             raise invalid_argument(
                 f"parameter {names.TEMPERATURE}={temperature:g}: {self.platform} gives log-probabilities of a prompt "
-                "at temperature 1 alone, and what its other tokens add up to at another one is not known. Distill at "
+                "only at temperature 1, and the tail at another temperature cannot be computed from them. Distill at "
                 "temperature 1, or from `edl serve --hf`"
             )
         for name in (names.IDS, names.TARGETS):
             if name in inputs and int(inputs[name].min()) < 0:
                 row = int(inputs[name].reshape(-1).argmin())
-                raise invalid_argument(f"input {name!r} is {int(inputs[name].reshape(-1)[row])} in row {row}: no token")
+                raise invalid_argument(
+                    f"input {name!r} is {int(inputs[name].reshape(-1)[row])} in row {row}: not a token id"
+                )
         if names.TARGETS in inputs:
             self._check_targets(inputs[names.IDS], inputs[names.POSITION], inputs[names.TARGETS][:, 0])
 
@@ -192,9 +194,9 @@ class GatewayBackend(Backend):
             row = int(wrong.argmax())
             next_token = int(ids[row + 1])
             raise invalid_argument(
-                f"input {names.TARGETS!r} is {int(targets[row])} in row {row}, and the next token is {next_token}: "
+                f"input {names.TARGETS!r} is {int(targets[row])} in row {row}, but the next token is {next_token}: "
                 f"{self.platform} gives log-probabilities of the prompt's own tokens only. `edl serve --hf` gives "
-                "those of any token"
+                "log-probabilities of any token"
             )
 
     def find_fault(self) -> str:
@@ -262,7 +264,7 @@ class GatewayBackend(Backend):
             raise _unavailable(health.set_doubtful(f"{engine.address}: {exc}"), "engine-changed") from exc
         version, before = facts.endpoint.weight_version(answer), facts.probe.weight_version
         if version != before:
-            fault = health.set_changed(f"its weights are {version!r} now, and were {before!r}")
+            fault = health.set_changed(f"its weights are {version!r} now, but were {before!r}")
             raise _unavailable(fault, "engine-changed")
         return facts.endpoint.read(answer, prompt, k)
 
@@ -280,7 +282,7 @@ def _unavailable(why: str, reason: str) -> RequestError:
 
 
 def _prompts(ids: Array, position: Array, targets: Array | None) -> list[list[int]]:
-    """Return each sequence's tokens and one more token: the target of the last row, or any token without targets.
+    """Return each sequence's tokens and one more: the last row's target, or any token if there are no targets.
 
     The additional token does not change the labels, because a causal model's predictions depend on earlier tokens only.
     """

@@ -23,9 +23,11 @@ from edl_serving.serve_config import SERVER_GROUPS, TeacherConfig, pick, prepare
 _log = logging.getLogger(__name__)
 
 BATCHES = 2
-"""Batches in flight, so that the engine already has the next batch while it computes the last sequences of a batch."""
+"""Number of batches in flight: enough for the engine to have the next batch while it computes the last sequences of a
+batch."""
 _TOKENS_IN_FLIGHT = 16_384
-"""The tokens of two vLLM steps on a large GPU; more would only occupy memory. A sequence may have half as many."""
+"""The tokens of two vLLM steps on a large GPU; more would only occupy memory. A sequence may have half as many
+tokens."""
 _QUEUED_BATCHES = 4
 """Batches that may wait, as in `edl serve`. With fewer, the engine may be idle; with more, its labels arrive late."""
 _ENGINE = OptionGroup(
@@ -34,7 +36,7 @@ _ENGINE = OptionGroup(
         Option("model-version", v.text, "TEXT", "identifies the weights in label caches; not known to the engine"),
         Option("top-k", v.count, "K", "maximum log-probabilities per token that students get (default 64)"),
         Option("tokenizer", v.text, "PATH", "the model's tokenizer.json, or its folder: students compare its hash"),
-        Option("engine-model", v.text, "NAME", "the model's name in the engine (default: --service, or its only one)"),
+        Option("engine-model", v.text, "NAME", "name in the engine (default: --service, or the engine's only model)"),
         Option("max-tokens", v.count, "N", "maximum tokens in flight in the engine (default 16384)"),
     ),
 )
@@ -47,7 +49,7 @@ _MORE_ENGINE = OptionGroup(
         Option("engine-token-file", v.text, "FILE", "send the first line as a bearer token (vLLM's --api-key)"),
         Option("interval", v.duration_s, "TIME", "time between two health checks of the engine (default 1s)"),
         Option("timeout", v.duration_s, "TIME", "time that a health check may take (default 5s)"),
-        Option("failures", v.count, "N", "unanswered health checks before it counts as gone (default 3)"),
+        Option("failures", v.count, "N", "unanswered health checks before the engine counts as gone (default 3)"),
     ),
     advanced=True,
 )
@@ -66,7 +68,7 @@ GATEWAY_GROUPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(TeacherConfig):
-    """Settings of a teacher and its engine. Without `exact_model`, any model name means an engine's only model."""
+    """Settings of a teacher and its engine. If not `exact_model`, any model name means an engine's only model."""
 
     engine: EngineAccess
     engine_model: str
@@ -125,7 +127,7 @@ _EXIT_ENGINE = 3  # the same code as when a model fails to warm up in `edl serve
 _DESCRIPTION = """\
 Turns a language model served by vLLM or SGLang into a teacher: runs beside the engine, asks it for log-probabilities
 over HTTP, and answers students over KServe v2 as `edl serve` does. Row t predicts token t + 1; the last row predicts
-the token after the end. It is in discovery while the engine is healthy. SIGTERM drains it."""
+the token after the end. The teacher is in discovery while the engine is healthy. SIGTERM drains it."""
 _EXAMPLES = """\
 examples:
   edl register vllm://127.0.0.1:8000 --service qwen --top-k 64 --tokenizer ./qwen --model-version r1
@@ -134,9 +136,9 @@ examples:
                --engine-token-file key"""
 _DETAILS = """\
 vLLM returns up to 20 log-probabilities per token unless it is started with --max-logprobs 64; with
---enable-scale-out it does not convert them to text, which is faster.
+--enable-scale-out, it does not convert them to text, which is faster.
 
-exit codes: 0 drained, 1 not everything was answered in time, 2 wrong usage or settings, or an
+exit codes: 0 drained, 1 some requests were not answered in time, 2 wrong usage or settings, or an
 engine that cannot be used, 3 the engine failed while the gateway started."""
 
 

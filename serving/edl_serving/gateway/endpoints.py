@@ -26,12 +26,13 @@ from edl.protocol.tensors import Array
 from edl_serving.backends.backend import TopKArrays
 
 _MASS_TOLERANCE = 1e-2
-"""How far the sum of the k probabilities may exceed 1. With bfloat16 logits it does so by a few thousandths; if the
-values were logits or had another temperature, by far more."""
+"""How far the sum of the k probabilities may exceed 1. With bfloat16 logits, the sum exceeds 1 by a few thousandths. If
+the values were logits, or log-probabilities at another temperature, it would exceed 1 by far more."""
 _AGREEMENT = 1e-3
-"""How much two log-probabilities of a token may differ: little, as an engine takes both from the same numbers."""
+"""How much two log-probabilities of a token may differ: little, because an engine takes both from the same numbers."""
 _RESOLUTION = 2.0**-24
-"""Half the distance from 1 to the next float32. An engine computes in float32, which has no smaller 1 - p."""
+"""Half the distance from 1 to the next float32. An engine computes in float32, in which 1 - p cannot be smaller without
+being 0."""
 
 
 class EngineAnswerError(Exception):
@@ -50,7 +51,7 @@ def top_k_rows(ids: Array, values: Array, k: int) -> TopKArrays:
     _check_entries(ids, values)
     if (ids[:, :k] < 0).any():
         raise EngineAnswerError(
-            f"position {_first_row(ids[:, :k] < 0)} has a token's id below 0, or fewer than {k} tokens of a "
+            f"position {_first_row(ids[:, :k] < 0)} has a token id below 0, or fewer than {k} tokens with a "
             "probability above 0"
         )
     kept = values[:, :k]
@@ -70,20 +71,20 @@ def _left_out(kept: Array) -> Array:
 def _check_entries(ids: Array, values: Array) -> None:
     if np.isnan(values).any() or (values == np.inf).any():
         raise EngineAnswerError(
-            f"a value of position {_first_row(np.isnan(values) | (values == np.inf))} is not a number"
+            f"a value at position {_first_row(np.isnan(values) | (values == np.inf))} is not a number"
         )
     listed = np.sort(ids, axis=-1)
     twice = (listed[:, 1:] == listed[:, :-1]) & (listed[:, 1:] >= 0)
     if twice.any():
         raise EngineAnswerError(f"position {_first_row(twice)} has a token twice")
     if ids.max(initial=0) > np.iinfo(np.int32).max:
-        raise EngineAnswerError("a token's id is beyond 32 bits")
+        raise EngineAnswerError("a token id exceeds 32 bits")
     mass = np.exp(np.minimum(values, 1.0)).sum(-1)
     if (mass > 1 + _MASS_TOLERANCE).any():
         row = int((mass > 1 + _MASS_TOLERANCE).argmax())
         raise EngineAnswerError(
-            f"the probabilities of position {row + 1} sum up to {mass[row]:.4g}: these are not log-probabilities "
-            "(vLLM gives other numbers with --logprobs-mode raw_logits or processed_logits: start it without)"
+            f"the probabilities at position {row + 1} add up to {mass[row]:.4g}: these are not log-probabilities "
+            "(vLLM gives other numbers with --logprobs-mode raw_logits or processed_logits: omit that option)"
         )
 
 
@@ -93,7 +94,8 @@ def _first_row(wrong: Array) -> int:
 
 
 _ABOVE_CERTAIN = 0.01
-"""Largest accepted log-probability. With bfloat16 logits it may be a few thousandths above 0; logits are far larger."""
+"""Largest accepted log-probability. With bfloat16 logits, a log-probability may be a few thousandths above 0; logits
+are far larger."""
 
 
 Entries: TypeAlias = tuple[list[list[int]], list[list[Any]], list[Any]]
@@ -117,7 +119,7 @@ class ScoringEndpoint(abc.ABC):
         """Read the answer to `body`.
 
         Returns a row for each token but the last, and the float32 log-probabilities of the next tokens. Raises
-        `EngineAnswerError` if the answer is anything else.
+        `EngineAnswerError` if the answer does not contain these.
         """
         ids, values, own = self.entries(answer, tokens)
         for place, row in enumerate(ids, 1):
@@ -163,7 +165,7 @@ def _check_positions(ids: Array, values: Array, tokens: Array, own: Array, small
 
 
 class CompletionsEndpoint(ScoringEndpoint):
-    """vLLM's `/v1/completions`, which every vLLM server has."""
+    """vLLM's `/v1/completions`, which every vLLM server offers."""
 
     path = "/v1/completions"
 
@@ -218,7 +220,7 @@ class SGLangEndpoint(ScoringEndpoint):
         own = meta.get("input_token_logprobs") if isinstance(meta, Mapping) else None
         if not isinstance(top, list) or not isinstance(own, list) or not len(top) == len(own) == len(tokens):
             raise EngineAnswerError(
-                "the answer has no 'input_top_logprobs' and 'input_token_logprobs' for each token of the prompt"
+                "the answer does not have 'input_top_logprobs' and 'input_token_logprobs' for each token of the prompt"
             )
         try:
             shown = [int(entry[1]) for entry in own]
@@ -246,7 +248,7 @@ def _sampling(k: int) -> dict[str, Any]:
 
 
 def _read_positions(positions: object, tokens: Sequence[int]) -> Entries:
-    """Read vLLM's `prompt_logprobs`: null, then for each position `{token: {"logprob": …}}`."""
+    """Read vLLM's `prompt_logprobs`: null for the first position, then for each `{token: {"logprob": …}}`."""
     if not isinstance(positions, list):
         raise EngineAnswerError("the answer has no 'prompt_logprobs'")
     if len(positions) != len(tokens):
@@ -259,7 +261,8 @@ def _read_positions(positions: object, tokens: Sequence[int]) -> Entries:
             raise EngineAnswerError(f"position {place} of 'prompt_logprobs' is {type(entries).__name__}, not an object")
         if str(token) not in entries:
             raise EngineAnswerError(
-                f"position {place} of 'prompt_logprobs' lacks the prompt's own token {token}: it is of another position"
+                f"position {place} of 'prompt_logprobs' lacks the prompt's own token {token}: "
+                "the list is for another position"
             )
         try:
             ids.append([int(text) for text in entries])

@@ -35,7 +35,7 @@ _URL = re.compile(
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """The address of an engine and the engine's kind, "vllm" or "sglang". With `tls` it serves HTTPS, else HTTP."""
+    """An engine's address and kind, "vllm" or "sglang". With `tls`, the engine serves HTTPS, else HTTP."""
 
     kind: str
     host: str
@@ -69,7 +69,8 @@ def names_engine(text: str) -> bool:
 
 
 _CONNECT_S = 5.0
-"""Timeout to connect to an engine in the same data centre. If shorter, two lost packets would make it look dead."""
+"""Timeout for connecting to an engine in the same data centre. With a shorter timeout, an engine would look dead after
+two lost packets."""
 _AGAIN_S = 0.05  # pause before a request is sent again, long enough for a new connection; students wait meanwhile
 _LARGEST_LOOK = 1 << 20  # bytes of an answer to a GET request; a list of models takes a few thousand
 _CONNECTIONS = 256  # more would wait in the engine instead of here
@@ -148,7 +149,7 @@ class EngineConnection:
         return await self._ask("GET", path, None, timeout_s, _LARGEST_LOOK)
 
     async def is_healthy(self) -> bool:
-        """Return whether the engine is healthy, because a dying vLLM answers pending requests with 500."""
+        """Return whether the engine is healthy. A dying vLLM answers pending requests with status 500."""
         try:
             await self.get("/health", _CONNECT_S)
         except (EngineRefusal, RequestError):
@@ -156,7 +157,7 @@ class EngineConnection:
         return True
 
     async def post(self, path: str, body: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Send a POST request; repeat it once if the connection breaks, as the engine may have closed an idle one.
+        """Send a POST request. Repeat it once if the connection breaks, because engines close idle connections.
 
         The repetition is safe because both answers are the same. Raises `EngineRefusal` or `RequestError`.
         """
@@ -265,8 +266,8 @@ _PROBE = (0, 0, 0)  # token 0 is in every vocabulary
 _LOOK_S = 5.0  # timeout of a GET request to an engine that may be busy
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.5, 5.0  # an engine needs half a minute or more to start
 _RESERVED = {"vllm": 2, "sglang": 8}
-"""How many tokens a sequence must be shorter than the engine's limit: one token follows the sequence, one must be
-generated, and SGLang reserves more (`max_req_input_len` in its scheduler)."""
+"""Number of tokens by which a sequence must be shorter than the engine's limit: one token follows the sequence, one
+must be generated, and SGLang reserves more (`max_req_input_len` in its scheduler)."""
 _ENTRY_BYTES = 512
 """Largest size of an entry in JSON. Most take about 70 bytes; more if vLLM spells out a token of many spaces."""
 _PROBE_TOLERANCE = 0.5
@@ -277,7 +278,7 @@ _MOST_K = re.compile(r"max(?:imum)? allowed:? (\d+)")
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """An engine's answer to a prompt of three tokens; a text is empty if the answer does not state it.
+    """An engine's answer to a prompt of three tokens; a text field is empty if the answer does not state its value.
 
     `values` holds the largest log-probability at each position, and the log-probabilities of the prompt's tokens.
     """
@@ -287,7 +288,7 @@ class ProbeAnswer:
     model: str = ""
 
     def find_change(self, now: ProbeAnswer) -> str:
-        """Compare with a later answer: return what shows that the weights have changed; empty if nothing shows it."""
+        """Compare with a later answer; return the evidence that the weights have changed, empty if there is none."""
         if now.weight_version != self.weight_version:
             return f"its weights are {now.weight_version!r} now, but were {self.weight_version!r}"
         for value, before in zip(now.values, self.values, strict=False):
@@ -330,8 +331,8 @@ def answer_limit(tokens: int, k: int) -> int:
 async def find_facts(engine: EngineAccess, model: str, exact: bool, k: int, wait_s: float) -> EngineFacts:
     """Wait for an engine to start, and find its model and endpoint.
 
-    Unless `exact` is set, if an engine has only one model, that model is used whatever `model` is. If the engine does
-    not answer in time or cannot be used, raises `SettingsError`, whose message says what to change.
+    If an engine has only one model, that model is used whatever `model` is, unless `exact` is set. Raises
+    `SettingsError`, whose message says what to change, if the engine does not answer in time or cannot be used.
     """
     connection = EngineConnection(engine)
     try:

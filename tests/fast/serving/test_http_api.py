@@ -87,7 +87,7 @@ def test_triton_client(server: Inside) -> None:
         (tensor(shape=[3, 4]), {}, 400, "takes 48 bytes"),
         (tensor(name="z"), {}, 400, "'z'"),
         (tensor(parameters={"binary_data_size": 32}), {}, 400, "expected 0 to 0, the bytes left"),
-        (tensor(data=[[1], [1, 2]]), {}, 400, "not KServe's"),
+        (tensor(data=[[1], [1, 2]]), {}, 400, "not a valid KServe request"),
         ({}, {}, 400, "inputs"),
         (b"{", {}, 400, "not JSON"),
         (tensor(parameters={"binary_data_size": "0"}), {}, 400, "binary_data_size='0'"),

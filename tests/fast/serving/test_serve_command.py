@@ -346,7 +346,7 @@ def test_two_teachers_of_one_id_are_told_so(registry: Registry, url: str, caplog
             with contextlib.closing(InstanceReconciler(url, 60.0)) as reconciler:
                 reconciler.set_desired(Instance("digits", "one", "127.0.0.1", port))
                 assert reconciler.wait_until_current(TIMEOUT_S)
-            assert ("give each its own --id" in caplog.text) is warned
+            assert ("give each teacher its own --id" in caplog.text) is warned
 
 
 def test_loopback_is_of_no_use_in_a_cluster(caplog: pytest.LogCaptureFixture) -> None:

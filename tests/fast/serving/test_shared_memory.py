@@ -192,7 +192,7 @@ def test_a_client_sees_its_own_and_its_users(make: Make) -> None:
     for look in (lambda: other["a"], lambda: other.status("a")):
         with pytest.raises(RequestError, match="'a' is not registered"):
             look()
-    with pytest.raises(RequestError, match=f"belongs to user {user}, and the client is user 4321"):
+    with pytest.raises(RequestError, match=f"belongs to user {user}, but the client is user 4321"):
         other.register(asked(key, 64, name="mine"))
     other.unregister("a")
     other.unregister("")
@@ -228,7 +228,7 @@ if os.geteuid() == 0:  # who else cannot give a file to another user
         key = make(64)
         os.chown(f"/dev/shm{key}", 65534, -1)
         with pytest.raises(
-            RequestError, match=r"belongs to user 65534; this server takes that of 0 .*--shared-memory-user"
+            RequestError, match=r"belongs to user 65534; this server accepts keys of 0 .*--shared-memory-user"
         ):
             for_client(4, 1000).register(asked(key, 64))
         allowed = for_client(4, 1000, [65534])

@@ -156,7 +156,7 @@ def test_other_jobs_are_refused(
         (["--model-version", "2"], "--model-version: 2 here, 1 in the job"),
         (["--top-k", "2", "--dataset", "d"], "--top-k: 2 here, none in the job; --dataset: d here, none in the job"),
     ):
-        assert f"edl label: job 'numbers' is different: {words}. " in said(*more)
+        assert f"edl label: job 'numbers' has other data or options: {words}. " in said(*more)
     write_data(run.data, 299)
     assert "299 rows here, 300 in the job" in said()
     x = np.arange(600, dtype=np.float32).reshape(300, 2)

@@ -36,7 +36,7 @@ class Bucket:
     """Sequences that are computed together.
 
     Attributes:
-        rows: The batch's row for each position, `[sequences, length]`; any row for a position that is padding.
+        rows: The batch's row for each position, `[sequences, length]`; an arbitrary row if the position is padding.
         valid: Whether each position is a token rather than padding, `[sequences, length]`.
     """
 
@@ -51,7 +51,7 @@ class Bucket:
 def make_buckets(
     starts: Array, rows: int, max_tokens: int, *, padding: bool = True, borders: Sequence[int] = ()
 ) -> list[Bucket]:
-    """Group sequences of similar length into buckets; without `padding`, a bucket has sequences of one length.
+    """Group sequences of similar length into buckets; without `padding`, all sequences in a bucket have equal lengths.
 
     A bucket has at most `max_tokens` positions, padding included; a longer sequence is a bucket by itself. For each
     length in `borders`, no bucket holds both sequences up to that length and longer sequences.
@@ -79,7 +79,7 @@ def make_buckets(
 
 
 def make_packs(starts: Array, rows: int, borders: Sequence[int] = ()) -> list[Bucket]:
-    """Pack sequences end to end, in order: a bucket with a single line for each range of lengths between `borders`."""
+    """Pack sequences end to end, in order: one single-row bucket for each range of lengths between `borders`."""
     lengths = np.diff(starts, append=rows)
     sides = np.repeat(np.searchsorted(borders, lengths), lengths)
     packs = [np.flatnonzero(sides == side)[None] for side in range(len(borders) + 1)]
@@ -87,10 +87,12 @@ def make_packs(starts: Array, rows: int, borders: Sequence[int] = ()) -> list[Bu
 
 
 _GPU_SLICE_BYTES = 256 << 20
-"""Bytes of float32 log-probabilities held at a time, plus about twice as many of working memory: 440 rows with a
-vocabulary of 152k tokens. With 64 MiB, starting kernels took an H200 a sixth of the time of a batch of 8,192 tokens."""
+"""Maximum number of bytes of float32 log-probabilities held at a time: 440 rows with a vocabulary of 152k tokens.
+Computing them takes about twice as many bytes of additional working memory. With 64 MiB, an H200 spent a sixth of the
+time for a batch of 8,192 tokens on starting kernels."""
 _CPU_SLICE_BYTES = 8 << 20
-"""The limit on a CPU. More would not fit a core's caches (8k words: 8,100 rows a second; 4,800 with 64 MiB)."""
+"""The limit on a CPU. More would not fit into a core's caches: with a vocabulary of 8k tokens, a CPU computed 8,100
+rows per second with this limit, and 4,800 with 64 MiB."""
 
 
 class TopLogits(NamedTuple):
@@ -127,14 +129,16 @@ def select_top_k(logits: torch.Tensor, k: int, temperature: float, targets: torc
 
 
 _WARM_UP_TOKENS_CPU = 1024
-"""Tokens in a warm-up on a CPU, which need not reserve GPU memory. With more, a large model would take many seconds."""
+"""Tokens in a warm-up on a CPU, where no GPU memory is reserved. With more tokens, a large model would take many
+seconds."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model from the transformers library, its version, and its metadata for discovery.
 
-    `max_tokens` limits the positions in one call, padding included; `longest` is the length of the longest sequence.
+    `max_tokens` limits the positions in one call, padding included; `longest` is the length of the longest sequence
+    that is accepted.
     """
 
     model: Any
@@ -214,7 +218,7 @@ class TokenBackend(TransformersBackend):
         return {names.IDS: np.zeros(rows, np.int32), names.POSITION: places % np.int32(self._loaded.longest)}
 
     def warm_up(self, max_rows: int) -> None:
-        """Compute one token, then the longest sequences: on a GPU, a full batch of these, to reserve the memory."""
+        """Compute one token, then the longest sequences. On a GPU, they fill a batch, to reserve the memory."""
         on_gpu = self._device.type == "cuda"
         super().warm_up(max_rows if on_gpu else min(max_rows, self._loaded.longest, _WARM_UP_TOKENS_CPU))
 
@@ -268,7 +272,7 @@ class LanguageModelBackend(TokenBackend):
             self._check_ids(names.TARGETS, inputs[names.TARGETS], self._classes)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        raise NotImplementedError("whole log-probabilities are gigabytes: use predict_top_k")
+        raise NotImplementedError("the log-probabilities of the whole vocabulary take gigabytes: use predict_top_k")
 
     def predict_top_k(
         self, inputs: Mapping[str, Array], k: int, temperature: float
@@ -367,7 +371,7 @@ class SequenceClassifierBackend(TransformersBackend):
             if len(text) // 4 > self._loaded.longest:
                 raise invalid_argument(
                     f"input {names.IDS!r} has {len(text) // 4} tokens in row {row}, but this model takes "
-                    f"{self._loaded.longest}: cut the text"
+                    f"at most {self._loaded.longest}: cut the text"
                 )
         flat = np.frombuffer(b"".join(inputs[names.IDS]), "<i4")
         wrong = (flat < 0) | (flat >= self._vocabulary)
@@ -375,7 +379,7 @@ class SequenceClassifierBackend(TransformersBackend):
             at = int(np.argmax(wrong))
             ends = np.cumsum([len(text) // 4 for text in inputs[names.IDS]])
             raise invalid_argument(
-                f"input {names.IDS!r} has token {int(flat[at])} in row {int(np.searchsorted(ends, at, 'right'))}, and "
+                f"input {names.IDS!r} has token {int(flat[at])} in row {int(np.searchsorted(ends, at, 'right'))}, but "
                 f"token ids of this model are 0 to {self._vocabulary - 1}"
             )
 

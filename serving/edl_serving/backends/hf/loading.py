@@ -1,4 +1,4 @@
-"""Loads a complete transformers checkpoint from a folder of safetensors files, without running code in it."""
+"""Loads a complete transformers checkpoint from a folder of safetensors files, without running code from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the loaded model to find out how its architecture behaves, because the architecture's name does not tell.
+"""Tests how the loaded model behaves, because the name of its architecture does not tell.
 
 The transformers library chooses the frequencies of some rotary embeddings by the largest position in the whole call.
 The labels of a sequence then depend on the other sequences in its batch ("longrope"), or on earlier calls ("dynamic",
@@ -16,12 +16,12 @@ import torch
 from edl.errors import SettingsError
 
 _LENGTH = 8
-"""Tokens in a probe. A few are enough, and long probes would take a large model seconds on a CPU."""
+"""Tokens in a probe. A few tokens are enough, and a long probe of a large model would take seconds on a CPU."""
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 """Configuration settings that change logits after the head. A probe with small logits may not show the change."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest difference that counts as equal, relative to the standard deviation of the logits. It is larger than the
-rounding differences between two shapes of one computation, and far smaller than the influence of a token."""
+rounding differences when one computation runs in two shapes, and far smaller than the influence of a token."""
 
 
 def sample_ids(vocabulary: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -59,7 +59,7 @@ def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
 
 
 def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) -> bool:
-    """Return whether a sequence's output stays the same beside a short, a long (by positions) and again a short one."""
+    """Return whether a sequence's output stays the same beside neighbours with low, high and again low positions."""
     length = min(end - start, _LENGTH)
     ids = sample_ids(vocabulary, length)
     short = torch.arange(length)
@@ -118,7 +118,7 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
-    """Return lengths; sequences up to each length must not be computed together with sequences beyond it.
+    """Return the lengths L for which sequences of up to L tokens must not be computed together with longer ones.
 
     Raises `SettingsError` if labels would still depend on other sequences in the batch, or on earlier calls.
     """
@@ -146,7 +146,7 @@ def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
     for start, end in itertools.pairwise(ends):
         if not keeps_neighbours_apart(model, vocabulary, start, end):
             raise SettingsError(
-                f"--hf: the labels that {kind} gives a sequence change with the length of others in its batch"
+                f"--hf: the labels that {kind} gives a sequence change with the lengths of other sequences in its batch"
                 f" (rope_parameters: {getattr(config, 'rope_parameters', None)})"
             )
     return borders

@@ -443,7 +443,7 @@ def test_pool_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@pytest.mark.parametrize(("status", "words"), [({}, "is not taken up"), ({"phase": "Pending"}, "has not ended")])
+@pytest.mark.parametrize(("status", "words"), [({}, "has not been handled"), ({"phase": "Pending"}, "has not ended")])
 def test_wait_that_is_over(status: Object, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = FakeCluster(refuse(AssertionError("read")))  # type: ignore[arg-type]
     cluster.job = {**JOB, "status": status}

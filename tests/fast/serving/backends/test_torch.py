@@ -106,7 +106,7 @@ def test_uint8_images_are_normalized() -> None:
     [
         ("0.5/0", "image:uint8[3,8,8]", "expected imagenet, or means/deviations"),
         ("0.5,nan,1/1,1,1", "image:uint8[3,8,8]", "expected imagenet, or means/deviations"),
-        ("imagenet", "image:uint8[1,8,8]", r"3 channels, and input 'image' is \[1, 8, 8\]"),
+        ("imagenet", "image:uint8[1,8,8]", r"3 channels, but input 'image' is \[1, 8, 8\]"),
         ("imagenet", "image:float32[3,8,8]", "no input is UINT8"),
     ],
 )

@@ -118,8 +118,8 @@ def test_rows_predict_next_tokens(engine: FormulaEngine, open_backend: OpenBacke
     ("change", "temperature", "words"),
     [
         ({}, 2.0, "temperature 1"),
-        ({"ids": np.array([1, -5], np.int32)}, 1.0, "row 1: no token"),
-        ({"targets": np.array([[3], [4]], np.int32)}, 1.0, "'targets' is 3 in row 0, and the next token is 2"),
+        ({"ids": np.array([1, -5], np.int32)}, 1.0, "row 1: not a token id"),
+        ({"targets": np.array([[3], [4]], np.int32)}, 1.0, "'targets' is 3 in row 0, but the next token is 2"),
     ],
 )
 def test_other_inputs_are_refused(
@@ -427,8 +427,8 @@ def test_tails_are_finite_and_not_cancelled() -> None:
         ([[1, 2]], [[math.nan, -1.0]], "not a number"),
         ([[1, 1]], [[-1.0, -1.0]], "twice"),
         ([[1, 2**31]], [[-1.0, -2.0]], "32 bits"),
-        ([[1, -5]], [[-1.0, -2.0]], "position 1 has a token's id below 0"),
-        ([[1, -1, 7]], [[-1.0, -math.inf, -math.inf]], "fewer than 2 tokens of a probability"),
+        ([[1, -5]], [[-1.0, -2.0]], "position 1 has a token id below 0"),
+        ([[1, -1, 7]], [[-1.0, -math.inf, -math.inf]], "fewer than 2 tokens with a probability"),
         ([[1, 2]], [[3.0, 2.0]], "--logprobs-mode"),
         ([[1, 2]], [[-0.1, -0.2]], "--logprobs-mode"),
     ],

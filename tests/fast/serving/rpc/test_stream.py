@@ -218,7 +218,7 @@ def test_claims_cost_nothing(inside: StartInside, connect: Connect) -> None:
     channel.send_frame(FrameKind.REQUEST, 7, b"x" * 512, claimed=2 << 30)
     number, refused = channel.read()
     assert number == 7
-    assert str(refused).startswith("INVALID_ARGUMENT: a request of 2,147,483,648 bytes: over 1,048,576")
+    assert str(refused).startswith("INVALID_ARGUMENT: a request of 2,147,483,648 bytes exceeds 1,048,576")
     channel.end()
     channel = Channel(connect(server.target))
     channel.send_frame(FrameKind.REQUEST, 8, b"x" * (2 << 20))

@@ -335,7 +335,7 @@ def test_other_dependence_is_found_out(checkpoint: Folder, monkeypatch: pytest.M
     model: Any = load(checkpoint("phi3"), "causal-lm")
     config = model._model.config
     monkeypatch.setitem(config.rope_parameters, "rope_type", "unheard-of")
-    with pytest.raises(SettingsError, match=r"Phi3ForCausalLM .* change with the length of others"):
+    with pytest.raises(SettingsError, match=r"Phi3ForCausalLM .* change with the lengths of other sequences"):
         type(model)(model._loaded, 8, causal=True, packing=False)
 
 

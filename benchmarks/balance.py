@@ -1,4 +1,4 @@
-"""How long it takes to divide 10,000 teachers among 1,000 students, again after a teacher joins, and after one is lost.
+"""How long it takes to divide 10,000 teachers among 1,000 students, or to adapt when a teacher joins or is lost.
 
 Each student requests 10 to 20 teachers. Figures are seconds on one core.
 """

@@ -6,7 +6,8 @@ either with all of its workers or with a quarter of them (`at the minimum`), and
 EDL's ancestor. Changing the number of workers pauses a job for 5 s to 60 s; no work is lost.
 
 - `decision_s`: CPU seconds of the slowest of five decisions with 1,000 jobs on 10,000 nodes.
-- `wait_vs_gang`: the mean time that jobs wait for their minimum of workers, divided by that with gang scheduling.
+- `wait_vs_gang`: the mean time that jobs wait for their minimum number of workers, divided by that with gang
+  scheduling.
 - `utilization`: GPUs in use while a job waits, divided by those that the online load leaves free.
 - `span_vs_...`, `moves_vs_ancestor`: ratios of the mean time from a job's arrival to its end, and of the number of
   changes in the number of workers.

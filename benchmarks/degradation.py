@@ -1,9 +1,10 @@
-"""How much soft labels from remote teachers slow a student: its steps per second with them, divided by those without.
+"""By how much remote teachers slow down a student: its steps per second with soft labels, divided by those without.
 
 The students compute on one core: `student` at the pace of a ResNet50 on a V100 (230 images/s), `fast_student` four to
-five times as fast, and `lm_student`, a small language model. Two teachers sleep instead of computing, at such a pace
-that they are three times as fast as each of these students. Images and labels really travel over TCP. `..._limit` is
-the ratio for a student without teachers, while bare gRPC passes the same bytes on the same two cores.
+five times as fast, and `lm_student`, a small language model. For each student, two teachers sleep instead of computing;
+their pace is set so that they are three times as fast as that student. Images and labels really travel over TCP.
+`..._limit` is the ratio for a student that has no teachers, but runs while bare gRPC passes the same bytes on the same
+two cores.
 """
 
 from __future__ import annotations

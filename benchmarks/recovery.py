@@ -9,7 +9,7 @@ groups and is compared with three nodes of `edl run`.
 - `join`: the longest pause of two nodes when a third joins under torchrun, divided by that under `edl run` (`join_s`).
 - `..._dynamic_rendezvous`: the ratios when a node dies or joins and torchrun's store outlives the nodes.
 - `lost_host_s`, `killed_host_s`: recovery after one of three hosts loses all packets, or its processes are killed.
-- `p50_s`, `p99_s`, `max_s`, `hangs`: over many consecutive kills, at any moment of a step.
+- `p50_s`, `p99_s`, `max_s`, `hangs`: recovery times and hangs in many consecutive kills, at any moment of a step.
 - `bare_p50_s`, `bare_p99_s`: the time that forked ranks need without EDL: a process that has imported torch forks three
   ranks, which form a group, build the model, copy a state from memory and finish a step. `vs_bare` divides this time by
   that of `edl run`, which also notices the death and agrees on a new group.

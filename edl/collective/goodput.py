@@ -1,8 +1,7 @@
 """Summarizes how a job spent its time: exclusive categories that add up to the total time, goodput, and events.
 
-Goodput is train / elapsed: the share of the wall-clock time since the job began that was spent on steps that were
-finished once and never lost. Every node's agent counts its own time (`agent.status_publisher`) and writes the time into
-the Store::
+Goodput is train / elapsed: the share of the wall-clock time since the job began that was spent on steps whose result
+was kept, without repetitions. Every node's agent accounts for its time (`agent.status_publisher`) in the Store::
 
     jobs/JOB/world                  which nodes train together (edl.collective.job_records), written by all agents
     jobs/JOB/ledger/NODE/BEGAN      one life of a node's agent: all of its time, rewritten about once a second
@@ -41,7 +40,7 @@ _T = TypeVar("_T", int, float, str)
 
 
 class TimeCategory(enum.IntEnum):
-    """What a moment was spent on. Exactly one category applies to a moment."""
+    """What a moment was spent on: exactly one of these."""
 
     TRAIN = 0  # steps that count, with waits for other ranks and data, and evaluations between steps
     SAVE = 1  # the training loop is blocked by a copy of its state
@@ -62,7 +61,7 @@ class Span:
     """A stretch of time with a counter for every category; its length is the counters' sum. Spans are contiguous."""
 
     amounts: tuple[int, ...]  # microseconds by `TimeCategory`, in its order
-    workers: int = 0  # largest number of workers that the node (or the job) had in it
+    workers: int = 0  # largest number of workers that the node (or the job) had in that time
     running: bool = False  # whether workers ran; False while an agent waited without any
 
     @property
@@ -83,10 +82,7 @@ def span_of(category: TimeCategory, length_us: int, workers: int = 0, running: b
 
 
 def append_span(spans: list[Span], span: Span) -> None:
-    """Append a span, or merge it with the last span. Empty spans are dropped.
-
-    Two spans are merged if their main category, their workers and `running` are the same.
-    """
+    """Append a span, or merge it with the last one if `main`, `workers` and `running` agree. Drops empty spans."""
     if not span.length_us:
         return
     last = spans[-1] if spans else None
@@ -97,7 +93,7 @@ def append_span(spans: list[Span], span: Span) -> None:
 
 
 def limit_spans(spans: Iterable[Span]) -> list[Span]:
-    """Describe the same time by at most `MAX_SPANS` spans; the older half is merged in pairs as needed."""
+    """Describe the same time with at most `MAX_SPANS` spans: while there are more, merge the older half in pairs."""
     rest = list(spans)
     while True:
         done: list[Span] = []
@@ -110,7 +106,7 @@ def limit_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Split `total` into whole numbers, which add up to `total`, in proportion to `weights` (not all may be 0)."""
+    """Split `total` into whole numbers that add up to it, in proportion to `weights`, of which one must be above 0."""
     whole, left, parts = sum(weights), total, []
     for weight in weights:
         parts.append(min(left, round(total * (weight / whole))))
@@ -191,7 +187,7 @@ class Event:
     kind: str  # "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation", "error", or another
     text: str = ""  # what happened, in a few words
     generation: int = -1  # generation of the world in which it happened; -1 before the first
-    cause: str = ""  # in a summary, what led to it, in words; empty where that is not known
+    cause: str = ""  # in a summary, what led to the event, in words; empty if unknown
 
 
 def encode_events(events: Iterable[Event]) -> bytes:
@@ -199,7 +195,7 @@ def encode_events(events: Iterable[Event]) -> bytes:
     return json.dumps({"version": _VERSION, "events": rows}, separators=(",", ":")).encode()
 
 
-JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"  # one entry; None: not of a summary
+JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"  # one entry; None: not in a summary
 
 
 def decode_part(key: str, value: bytes) -> JobPart:
@@ -309,7 +305,7 @@ def read_job(store: Store, job: str, now_s: float | None = None, others: Iterabl
         ProtocolError: This version cannot read the Store's records.
     """
     if not job or "/" in job or not job.isprintable() or job in (".", ".."):
-        raise SettingsError(f"job {job!r:.80}: a name has at least one printable character, and no '/'")
+        raise SettingsError(f"job {job!r:.80}: invalid name; a name is printable, not empty, and has no '/'")
     found = store.list(prefix(job))
     if not found:
         known = sorted({*others, *(entry.key.split("/")[1] for entry in store.list("jobs/"))})
@@ -331,7 +327,7 @@ def last_step_before(store: Store, job: str, generation: int) -> int:
 
 
 def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
-    """Summarize a job's records at wall clock `now_us`. A silent job counts as down until now unless it ended."""
+    """Summarize a job's records at wall clock `now_us`. A silent job that has not ended is down until now."""
     parts = list(parts)
     world = next((part for part in parts if isinstance(part, World)), None)
     records = [part for part in parts if isinstance(part, NodeRecord)]
@@ -440,7 +436,7 @@ def _join(records: Iterable[NodeRecord], until_us: int) -> tuple[list[Span], flo
 
 
 def _charge(length_us: int, present: Iterable[Span]) -> Span:
-    """Return the span that the job is charged for a time in which the nodes have the spans `present`."""
+    """Return the span that the job is charged for `length_us`, during which its nodes are in the spans `present`."""
     running = [span for span in present if span.running]
     if running:
         slowest = min(running, key=lambda span: _share(span, TimeCategory.TRAIN))
@@ -458,7 +454,7 @@ def _seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _with_causes(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Sort events, and add each event's cause, which the event's text may state; an earlier event may add details."""
+    """Sort events, and add each event's cause, found in the event's text and in an event of the generation before."""
     found = []
     leading: dict[int, Event] = {}  # by generation: the last event in it that leads to another generation
     for event in sorted(events, key=lambda event: event.at):

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, ProtocolError
 
-GAVE_UP: Final = "gave up"  # beginning of the event of a node that leaves for want of other nodes or of the store
+GAVE_UP: Final = "gave up"  # beginning of the event of a node that leaves because other nodes or the store are missing
 
 
 def prefix(job: str) -> str:
@@ -22,7 +22,7 @@ def prefix(job: str) -> str:
 
 
 def create_once(store: Store, key: str, value: bytes) -> bytes:
-    """Return the value at a key in the Store, which becomes `value` if this node is the first to ask."""
+    """Return the value at a key in the Store. If there is none, write `value` there first."""
     entry = store.get(key)
     if entry is None:
         store.compare_and_set(key, value, None)
@@ -45,7 +45,7 @@ _TYPES: Final = {
 
 @dataclass(frozen=True)
 class Record:
-    """A value that is stored or sent as a JSON object, and whose fields are checked when it is read."""
+    """A value that is stored or sent as a JSON object. The types of its fields are checked when the object is read."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -95,7 +95,7 @@ class Node(Record):
     leaving: bool = False  # whether it wants to leave and must not be a member of the next world
     paused: int = -1  # the generation in which all of its workers paused; -1 for none
     finished: int = -1  # the generation in which all of its workers ended with exit code 0; -1 for none
-    busy: int = -1  # generation in which a worker is busy between two steps, so that waiting ranks and nodes have time
+    busy: int = -1  # generation in which a worker is busy between two steps, so that ranks and nodes wait; -1 for none
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Member(Record):
 class World(Record):
     """The record of a job."""
 
-    generation: int = -1  # number of the world, which grows by 1 with each new one; the first that runs is 0
+    generation: int = -1  # number of the world: each new world adds 1; the first that runs is 0
     state: JobState = JobState.FORMING
     nodes: tuple[Member, ...] = ()  # the members; a member's position is its node's rank (torchrun's GROUP_RANK)
     message: str = ""  # why this world was made; for a job that failed, the traceback

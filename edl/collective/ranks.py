@@ -1,7 +1,8 @@
 """The world size, this process's rank, and exchanges between ranks: numbers, bytes and tensors, no pickled objects.
 
-Every function that communicates is collective, waits for at most the process group's timeout, and raises torch's own
-errors. `group` is None for torch's default group. Ranks are global unless a function says otherwise.
+Except for those that send or receive, functions that communicate are collective. All of them wait for at most the
+process group's timeout, and raise torch's own errors. `group` is None for torch's default group. Ranks are global
+unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def all_reduce_max(values: Sequence[int], group: Group = None) -> list[int]:
 
 
 def global_rank(rank: int, group: Group = None) -> int:
-    """Return the global rank, which the functions here expect, of a rank in the group."""
+    """Return the global rank of a rank in the group."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
@@ -140,7 +141,7 @@ def byte_tensor(data: bytearray | memoryview) -> torch.Tensor:
 
 
 def _device(group: Group) -> torch.device:
-    """Return the device that tensors must be on for this group to send them."""
+    """Return the device on which this group can send tensors."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -151,7 +151,7 @@ def _join_job(context: AgentContext) -> int | None:
     with _logged_if_slow(f"importing the modules that {Path(context.spec.program.target).name} imports"):
         import_failures = context.worker_group.warm_up()
     if import_failures:
-        logger.warning("%s; each worker will import it itself", import_failures)
+        logger.warning("%s; each worker will make these imports itself", import_failures)
     context.signals.raise_if_stopping()
     _agree_on_script(context)  # again, since a node that started during the imports saw no other node here
     _reserve_memory(context)
@@ -165,7 +165,7 @@ def _join_job(context: AgentContext) -> int | None:
 
 
 def _check_job_state(context: AgentContext) -> int | None:
-    """Return an exit code if the job has ended. Restart a failed job when its nodes are gone, after 1 or 2 leases."""
+    """Return an exit code if the job has ended. Starts a failed job again once its nodes have left (1 or 2 leases)."""
     spec = context.spec
     deadline = time.monotonic() + 4 * spec.ttl_s
     while True:
@@ -231,7 +231,7 @@ def _note_fault(context: AgentContext, reason: str) -> None:
 
 
 def _agree_on_script(context: AgentContext) -> None:
-    """Check that the script has the recorded name. Record its name if none is recorded, or if no node is alive."""
+    """Check that the script has the recorded name. Records its name if there is none, or if no node is alive."""
     job = context.spec.job
     key = prefix(job) + "script"
     own = Path(context.spec.program.target).name
@@ -288,7 +288,7 @@ def _reserve_memory(context: AgentContext) -> None:
 
 
 def _adopt_state(context: AgentContext) -> None:
-    """Use a state that an agent left in memory; remove the state if the job's run, script or arguments differ."""
+    """Use the state that an agent left in memory, but remove a state of another run, script or arguments."""
     host = context.host
     run = JobRun(context.store, context.spec.job)()
     command = context.spec.command

@@ -36,10 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobRun:
-    """Returns the run's name for checkpoints.
-
-    The name stays the same as long as the Store has the records that count generations.
-    """
+    """Returns the run's name for checkpoints: the same while the Store has the records that count generations."""
 
     def __init__(self, store: Store, job: str) -> None:
         self._store = store
@@ -159,10 +156,7 @@ EventQueue = queue.SimpleQueue[AgentEvent]
 
 
 class AgentContext:
-    """The resources of a node's agent, which `stack` closes in reverse order.
-
-    `shutdown` records how the agent's part in the job ended.
-    """
+    """The resources of a node's agent, which `stack` closes in reverse order, in the way that `shutdown` says."""
 
     def __init__(
         self, spec: LaunchSpec, store: Store, signals: StopSignals, events: EventQueue, stack: ExitStack
@@ -172,8 +166,7 @@ class AgentContext:
         self.signals = signals
         self.events = events
         self.shutdown = ShutdownState()
-        self.id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
-        """The node's name in the job."""
+        self.id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"  # the node's name in the job
         self.host = HostFolder(f"{spec.store} {spec.job}", self.id)
         stack.callback(release_host_folder, self.host, spec, self.shutdown)
         self.next_master = open_master_endpoint(spec)
@@ -210,7 +203,7 @@ class AgentContext:
 
 
 def _may_complete_checkpoint(membership: Membership, signals: StopSignals) -> bool:
-    """Return whether this node's state still counts: other nodes have not continued without this node.
+    """Return whether this node's state still counts: the node is leaving, or others have not continued without it.
 
     Any thread may call this.
 

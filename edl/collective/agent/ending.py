@@ -29,9 +29,7 @@ class ExitCode(IntEnum):
     NOT_STORED = 74  # EX_IOERR of sysexits.h: the script has ended, but its last state is not in storage
     TRY_AGAIN = 75  # EX_TEMPFAIL: too few nodes joined in time, or the store does not answer at the start
     FAULTY_NODE = 69  # EX_UNAVAILABLE: a GPU of this node failed, or the node failed the check before joining
-    OUT_OF_MEMORY = (
-        137  # `--leave-on-oom`, and as for any process killed by SIGKILL: whatever restarts nodes sees no difference
-    )
+    OUT_OF_MEMORY = 137  # `--leave-on-oom`; the code after any SIGKILL, so whatever restarts nodes sees no difference
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -45,8 +43,7 @@ class AskedToLeaveError(Exception):
 class StopSignals:
     """Counts the signals that arrive between `__enter__` and `__exit__`, in the main thread, and calls `wake` for each.
 
-    Slurm repeats SIGTERM. So with `slurm`, only SIGINT, which a person sends through `srun`, makes the node leave at
-    once.
+    Slurm repeats SIGTERM. So with `slurm`, only a further SIGINT, which a person sends through `srun`, is urgent.
     """
 
     def __init__(self, wake: Callable[[], None], *, slurm: bool = False) -> None:
@@ -112,7 +109,7 @@ class TerminationMessage:
     rank: int = -1  # the rank that failed first; -1 for none
     node: str = ""  # name in the job of the node that ran this rank; of this node if no worker failed
     oom_kills: int | None = 0  # processes here that the kernel killed for lack of memory; None: unknown
-    message: str = ""  # text for a person: as much of the traceback as there is room for
+    message: str = ""  # text for a person, with as much of a traceback as fits
 
     def encode(self) -> bytes:
         """Return the message as a UTF-8 JSON object of at most 4,096 bytes. A long text is shortened."""
@@ -122,10 +119,7 @@ class TerminationMessage:
 
 
 def write_termination_message(path: str, message: TerminationMessage) -> None:
-    """Write to a file why this agent ended. A failure is only logged.
-
-    The file is overwritten in place, because containers mount it.
-    """
+    """Write to a file why this agent ended: in place, because containers mount the file. A failure is only logged."""
     if not path:
         return
     data = message.encode()

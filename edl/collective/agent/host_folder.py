@@ -29,13 +29,10 @@ _LOCK_POLL_S = 0.01  # agents that start together take turns
 
 
 def _text_file(name: str, doc: str) -> Any:
-    """Return a property of a folder whose value is kept in a file; "" if there is no file."""
+    """Return a property whose value is kept in a file of the folder; "" while there is no such file."""
 
     def replace_text(folder: HostFolder, text: str) -> None:
-        """Replace the file in one step.
-
-        Another agent may read the file at any moment, even if this agent is killed here.
-        """
+        """Replace the file in one step: this agent may be killed, and another agent may read the file, at any time."""
         draft = folder.path / f"{name}.new"
         draft.write_text(text)
         draft.rename(folder.path / name)
@@ -46,12 +43,12 @@ def _text_file(name: str, doc: str) -> Any:
 class HostFolder:
     """A folder that belongs to this process until `close`, in memory if the host has `/dev/shm`.
 
-    `previous_owner` is the node that owned the folder before, or empty. `dead` contains the nodes whose agents have
+    `previous_owner` is the node that owned the folder before, or "". `dead` contains the job's nodes whose agents have
     died on this host.
     """
 
-    run: str = _text_file("run", "The run of the job that left the state here.")
-    command: str = _text_file("command", "The command that left it (`LaunchSpec.command`), if the job has no name.")
+    run: str = _text_file("run", "The run of the job that the state here is from.")
+    command: str = _text_file("command", "The state's command (`LaunchSpec.command`), if the job has no name.")
     _node: str = _text_file("node", "The node that owns this folder, or owned it last.")
 
     def __init__(self, job: str, node: str) -> None:
@@ -122,10 +119,8 @@ class HostFolder:
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
         """Release the folder. With `keep`, its state stays for the job's next agent.
 
-        A state that stays is recorded as this node's if `used`, or else as the previous owner's.
-
-        If the job has `ended`, everything that dead agents left on this host is removed, except for states that were
-        not stored.
+        A state that stays is recorded as this node's if `used`, or else as the previous owner's. If the job has
+        `ended`, everything that the job's dead agents left here is removed, except for states that were not stored.
         """
         with _locked_folder(self.path.parent):
             if ended:
@@ -194,7 +189,7 @@ def _take_abandoned(job: Path) -> dict[Path, int]:
 
 
 def _newest(folders: Iterable[Path]) -> Path:
-    """Return the folder with the newest state: the highest step of the run whose agent died last."""
+    """Return the folder with the newest state: the latest generation and step of the run whose agent died last."""
     died = {path: (path / "node").stat().st_mtime if _read_text(path / "node") else 0.0 for path in folders}
     newest = {path: max(labels) for path in died if (labels := _labels(path))}
     if not newest:

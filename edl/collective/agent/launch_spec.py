@@ -1,8 +1,7 @@
 """The specification of a node's agent, and the endpoint where the ranks of a generation meet.
 
-Paddle's trainers meet at a store that the first trainer opens at `PADDLE_MASTER`. Each trainer also has an address of
-its own, which identifies the trainer in parts of Paddle. So a node reserves consecutive ports; `Node.port` is the
-first.
+Paddle's trainers meet at a store that the first trainer opens at `PADDLE_MASTER`. Parts of Paddle identify each trainer
+by a further address of its own. So a node reserves consecutive ports, of which `Node.port` is the first.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from edl.errors import EDLError
 if TYPE_CHECKING:
     from edl.protocol.tls import PeerTLS  # imported only if TLS is used
 
-_TRIES = 100  # most tries find a row of free ports; without any, this ends within a second
+_TRIES = 100  # most tries find consecutive free ports; if none does, the tries end within a second
 
 
 def has_gpu_build() -> bool:
@@ -47,7 +46,7 @@ class ReservedPorts:
                 self._sockets = sockets
                 self.port: int = sockets[0].getsockname()[1]
                 return
-        raise EDLError(f"no {count} free ports in a row were found in {_TRIES} tries")
+        raise EDLError(f"no {count} consecutive free ports were found in {_TRIES} tries")
 
     def close(self) -> None:
         for reserved in self._sockets:
@@ -55,7 +54,7 @@ class ReservedPorts:
 
 
 def _row(count: int) -> list[socket.socket]:
-    """Return sockets bound to consecutive ports; none if a port in the row is taken."""
+    """Return sockets bound to consecutive ports, or an empty list if one of the ports is taken."""
     row: list[socket.socket] = []
     while len(row) < count:
         bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -84,7 +83,7 @@ class LaunchSpec:
     rendezvous: RendezvousSettings  # how a world is formed
     addr: str  # address at which other nodes' workers reach this node
     store: str = ""  # URL of the store in which the job has its name
-    ttl_s: float = 1.5  # seconds without a sign of life after which the others continue without this node
+    ttl_s: float = 1.5  # seconds without a sign of life after which the other nodes continue without this node
     join_timeout_s: float = 600.0  # seconds to wait for enough nodes
     grace_s: float = 30.0  # seconds that workers may take to end after a signal to leave, before SIGKILL
     max_restarts: int = 0  # how many errors of the script itself, on any node, the job survives
@@ -99,9 +98,9 @@ class LaunchSpec:
     tls: PeerTLS | None = None  # TLS for connections between agents; None for plain TCP
     framework: str = "torch"  # what the workers train with, `torch` or `paddle`
     resumable: bool = True  # whether the job has a name: only then is its state kept, and other nodes can join
-    command: str = ""  # digest of what a job without a name runs, to recognize another's states
+    command: str = ""  # digest of what a job without a name runs, to recognize states of another job
     slurm: bool = False  # whether this node is a task of a Slurm step, so that signals come from Slurm
-    leave_on_oom: bool = False  # whether to leave after an out-of-memory kill, for a start with more memory
+    leave_on_oom: bool = False  # whether to leave after an out-of-memory kill, to be restarted with more memory
     termination_log: str = ""  # file for the message that says why this node ended; empty for none
 
 

@@ -82,10 +82,7 @@ class JobRecords:
 
 
 class Membership:
-    """This node's record under a lease, and all records of its job.
-
-    Threads call `wake` when one of these records may have changed.
-    """
+    """This node's record under a lease, and all its job's records. Threads call `wake` if a record may have changed."""
 
     def __init__(
         self,
@@ -134,9 +131,8 @@ class Membership:
     def read_records(self) -> JobRecords:
         """Read all records. A node that lost its lease gets a new lease here, under its old name.
 
-        While the store is down, all leases expire. The first node that reaches the store again treats the members that
-        it knew as late, and not as gone, for a while. A node does the same if a store answers but does not renew
-        leases.
+        While the store is down, all leases expire. So for a while after this node's lease was lost or renewed late, a
+        member that this node knew and that has no record counts as late, and not as gone.
 
         Raises:
             DiscoveryError: The store does not answer, or lost the job's record a moment ago.

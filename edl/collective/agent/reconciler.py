@@ -99,7 +99,7 @@ class NodeReconciler:
             records = self._membership.read_records()  # the others learn of it through their watches
 
     def _follow_records(self, records: JobRecords) -> int | None:
-        """Bring this node in line with the job's record. Returns the exit code if its part is over."""
+        """Bring this node in line with the job's record. Returns the exit code if this node's part is over."""
         world = records.world
         now = time.monotonic()
         self._node_ids.record(frozenset(records.nodes), now)
@@ -144,10 +144,7 @@ class NodeReconciler:
         self._waits_for_place = waits
 
     def handle_store_outage(self, exc: DiscoveryError) -> int | None:
-        """Let workers run without the store until other nodes may take over.
-
-        Returns the exit code if this node must leave.
-        """
+        """Let workers run without the store until others may take over. Returns the exit code if this node leaves."""
         if self._store_away.record(True, time.monotonic()):
             logger.warning("the store does not answer (%s): continuing without it for a while", exc)
         cut_s = self._membership.without_lease_s
@@ -177,9 +174,7 @@ class NodeReconciler:
             return self._departure.exit_code
         if away_s <= self._spec.join_timeout_s:
             return None
-        self._context.shutdown.is_last_node = (
-            True  # as far as this node knows: the state in memory is kept for a later start
-        )
+        self._context.shutdown.is_last_node = True  # as far as it knows: its state in memory is kept for a later start
         return self._give_up(f"no store for {away_s:.0f} s")
 
     def _give_up(self, reason: str) -> int:
@@ -276,10 +271,7 @@ class NodeReconciler:
         return None
 
     def _end_shortage(self, now: float) -> None:
-        """Stop waiting for more nodes.
-
-        Enough nodes are present, or the job runs. The next shortage starts a new wait.
-        """
+        """Stop waiting for more nodes, since there are enough or the job runs. The next shortage starts a new wait."""
         self._too_few.record(False, now)
         self._told_nodes.record(-1, now)
 
@@ -371,7 +363,7 @@ class NodeReconciler:
         self._context.status.record_event(kind, text, world.generation)
 
     def _prepare_departure(self, decision: RecoveryDecision | None) -> RecoveryDecision | None:
-        """Stop the workers if failures mean that this node must leave. Returns the decision, which may change."""
+        """Stop the workers if failures mean that this node must leave. Returns the decision, or a fatal one instead."""
         if decision is None or not (decision.leave_out or decision.needs_memory):
             return decision
         if decision.leave_out:
@@ -382,7 +374,7 @@ class NodeReconciler:
             restart = f"a GPU of {self._context.id} failed"
             self._departure = Departure(ExitCode.FAULTY_NODE, "its GPU failed", restart, remedy)
         else:
-            logger.error("%s: this node leaves, so that it can be restarted with more memory", decision.restart)
+            logger.error("%s: this node is leaving, so that it can be restarted with more memory", decision.restart)
             self._context.status.record_event("restart", decision.restart, self._worker_group.generation)
             restart = f"{self._context.id} left: it had too little memory"
             remedy = "start this node again with more memory"
@@ -402,7 +394,7 @@ class NodeReconciler:
         )
 
     def _exclude_host(self, decision: RecoveryDecision) -> RecoveryDecision:
-        """Exclude this host because of its GPU. Returns a different decision if another host had the same fault before.
+        """Exclude this host because of its GPU. Returns a fatal decision instead if another host had the fault before.
 
         Raises:
             DiscoveryError: The store does not answer, and nothing has changed.

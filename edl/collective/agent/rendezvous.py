@@ -69,10 +69,7 @@ class ChangeTimer(Generic[T]):
 
 
 def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
-    """Return whether joins wait for a busy member.
-
-    They do not wait while a member leaves, because a preempted host is gone within seconds.
-    """
+    """Return whether joins wait for a busy member. They do not while a member leaves: preempted hosts soon vanish."""
     members = [nodes[member.id] for member in world.nodes if member.id in nodes]
     return any(node.busy == world.generation for node in members) and not any(node.leaving for node in members)
 

@@ -43,7 +43,7 @@ from edl.errors import ClosedError, DiscoveryError
 logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 1.0  # `edl status --watch` shows each second; more often would load a store of hundreds of nodes
-_QUERY_S: Final = 3.0  # in which the store says which steps were finished before: an election may delay it
+_QUERY_S: Final = 3.0  # to wait for the answer which steps were finished before; an election may delay it
 MAX_EVENTS: Final = 300  # per life of an agent: less than 120 KB of ASCII JSON, rewritten with every event
 _MAX_MARKS: Final = 300  # enough for a line in a picture; less than 15 KB as JSON
 _RATE_OVER_S: Final = 15.0  # several steps of most jobs; with more, a change shows late
@@ -63,10 +63,7 @@ _CATEGORY_OF_PHASE: Final = {
 
 
 class Ledger:
-    """Accounts for a node's time from `now_s` on.
-
-    `now_s` is a `time.monotonic()`, as on the status pages; `wall_s` is the `time.time()` at the same moment.
-    """
+    """Accounts for a node's time after `now_s` (`time.monotonic()`, as on status pages) or `wall_s` (`time.time()`)."""
 
     def __init__(self, node: str, workers: int, now_s: float, wall_s: float) -> None:
         self.node = node
@@ -226,7 +223,7 @@ class StatusPublisher:
         self._worker_group = worker_group
 
     def charge_time(self, doing: TimeCategory, replicated_us: int = 0) -> None:
-        """Charge the time until now to `doing`. `replicated_us` is the time of the newest replicated state, or 0."""
+        """Charge the time until now, and from now on charge to `doing`. `replicated_us` is as in `NodeRecord`."""
         assert self._worker_group is not None, "follow_workers is called first"
         self._replicated_us = replicated_us
         now = time.monotonic()
@@ -248,7 +245,7 @@ class StatusPublisher:
         self._loop.wake()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write everything not yet written, with the workers' last status, for at most `timeout_s` seconds."""
+        """Write what is not yet written, and the workers' last status. Waits for at most `timeout_s` seconds."""
         if self._worker_group is not None:
             self._observe_workers(self._worker_group, time.monotonic())
             self._hand_over(self._ledger.record(ended=True, replicated_us=self._replicated_us))

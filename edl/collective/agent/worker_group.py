@@ -43,10 +43,7 @@ _PATIENCE_STEPS: Final = 6  # usual steps until all workers have paused; two nor
 
 
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
-    """Return a step that is late enough for all workers to be told of it first.
-
-    Returns None unless all workers report steps in this generation.
-    """
+    """Return a step late enough to tell all workers first, or None if a worker reports no step in this generation."""
     if any(status.step < 0 or status.generation != generation for status in statuses):
         return None
     step_s = _usual_step_s(statuses)
@@ -96,7 +93,7 @@ class Heartbeat:
         self._loop = BackgroundLoop("edl-heartbeat", self._turn)
 
     def allow_beats(self, asked_at: float, until: float) -> None:
-        """Allow beats until a moment, because the records requested at `asked_at` let the workers continue."""
+        """Allow beats before `until`, because the records requested at `asked_at` let the workers continue."""
         self._allowed = asked_at, until
 
     def close(self) -> None:
@@ -148,7 +145,7 @@ def worker_environment(spec: LaunchSpec, world: World, member: Member, local_ran
 
 
 def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bool = False) -> dict[str, str]:
-    """Return the variables that `paddle.distributed.launch` sets for a trainer, with one GPU if `gpu` or else gloo."""
+    """Return the variables that `paddle.distributed.launch` sets for a trainer: with one GPU if `gpu`, or else gloo."""
     rank = member.first_rank + local_rank
     endpoints = [
         f"{node.addr}:{node.port + 1 + place}" for node in world.nodes for place in range(node.local_world_size)
@@ -173,10 +170,7 @@ def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bo
 
 
 def _threads(world: World, member: Member) -> dict[str, str]:
-    """Divide a host's cores among its nodes' workers.
-
-    OpenMP's threads busy-wait: with twice as many threads, work took ten times as long.
-    """
+    """Divide a host's cores among its nodes' workers. OpenMP busy-waits: twice the threads took ten times as long."""
     here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
     if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
         return {}
@@ -213,9 +207,9 @@ _STOPPED_S: Final = 1.0  # how long a worker may be stopped: a debugger stops a 
 class WorkerGroup:
     """The workers of a node. Used from the agent's thread only.
 
-    Another thread calls `report` with every `WorkerExit` and `ZygoteLost`, which the agent passes to `handle_event`. It
-    calls `report` with None if the agent must read the job's records before it may allow `heartbeat` again.
-    `generation` is the generation of the workers that run here, or of the last workers that ran here.
+    Other threads call `report` with every `WorkerExit` and `ZygoteLost`, which the agent passes to `handle_event`, and
+    with None if the agent must read the job's records before `heartbeat` may go on. `generation` is the generation of
+    the workers that run here, or of the last workers that ran here.
     """
 
     def __init__(

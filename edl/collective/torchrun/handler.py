@@ -1,7 +1,7 @@
 """The entry point `edl` in `torchrun.handlers`, which says what to use instead of `torchrun --rdzv-backend=edl`.
 
-This module stays because torch loads all entry points whenever it starts, and a checkout installed with `pip install
--e` keeps the entry points that it had when it was installed.
+This module stays because torch loads all entry points whenever it starts, and a checkout that was installed with
+`pip install -e` keeps the entry points of that time.
 """
 
 from __future__ import annotations

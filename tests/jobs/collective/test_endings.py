@@ -157,7 +157,7 @@ def test_node_without_memory_leaves(tmp_path: Path, limits: list[MemoryLimit]) -
         limits[place].limit()
         at = job.tell(1, "eat")
         assert small.wait() == 137
-        assert "this node leaves, so that it can be restarted with more memory" in small.output
+        assert "this node is leaving, so that it can be restarted with more memory" in small.output
         message = read(log)
         assert "too little memory" in message.pop("message")
         assert message.pop("oom_kills") >= 1
@@ -273,7 +273,7 @@ def test_signal_ends_what_an_agent_waits_for(job: Job, tmp_path: Path) -> None:
         assert not store.list(waiting)
 
         node = job.start("--node-check", "--rdzv-conf", "last_call_timeout=0")
-        leaves(job, node, lambda: "checking itself" in node.output)
+        leaves(job, node, lambda: "checking this node alone" in node.output)
 
         job.name += "-fails"
         with store.lease(60.0) as lease:

@@ -104,7 +104,7 @@ def test_faulty_node_does_not_join(tmp_path: Path) -> None:
     with Job(tmp_path, options, environ={"PYTHONPATH": str(tmp_path)}) as job:
         fit = job.start()
         job.wait_for_world(1)
-        assert "checking itself" in fit.output
+        assert "checking this node alone" in fit.output
         job.environ["PROBE"] = "broken"
         code, said = job.run()
         assert code == 69, said

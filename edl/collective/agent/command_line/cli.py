@@ -108,8 +108,7 @@ def _run_agent(argv: Sequence[str]) -> int:
         here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
         if spec.rendezvous.max_nodes > 1 and spec.addr.startswith("127.") and not here_only:
             logger.warning(
-                "other nodes will connect to this node at %s; with nodes on several hosts, pass --local-addr on each",
-                spec.addr,
+                "other nodes will connect to this node at %s; with several hosts, pass --local-addr on each", spec.addr
             )
         if step is not None and step.rank == 0:
             nodes = f"--nnodes {options.nnodes} --nproc-per-node {spec.workers}"
@@ -215,7 +214,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
 
 
 def _tls(options: argparse.Namespace) -> PeerTLS | None:
-    """Return the TLS settings of agents from the options, or from the environment if it has a CA and a certificate."""
+    """Return the agents' TLS settings from the options, or from an environment with a CA and a certificate, or None."""
     given = {"ca": options.tls_ca, "cert": options.tls_cert, "key": options.tls_key}
     credentials = Credentials.of(**given, server_name=options.tls_server_name)
     if any((*given.values(), options.tls_server_name)) or (credentials.ca and credentials.cert):
@@ -236,7 +235,7 @@ def _store_url(options: argparse.Namespace, stack: ExitStack) -> str:
 
 
 def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
-    """Return the job's name. As with torchrun, a single node or nodes that share an endpoint need no name."""
+    """Return the job's name. As with torchrun, a single node needs none, nor do nodes that share an endpoint."""
     name = str(options.rdzv_id)
     if name != _NO_NAME and not options.standalone:
         if not name or "/" in name or name in (".", "..") or not name.isprintable():
@@ -305,7 +304,7 @@ def _logs(options: argparse.Namespace, stack: ExitStack) -> Callable[[str], Logs
         ranks = {int(rank) for rank in wanted.split(",")} if wanted else None
         redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
     except ValueError as exc:
-        raise SettingsError(f"--redirects, --tee or --local-ranks-filter cannot be used: {exc}") from exc
+        raise SettingsError(f"invalid --redirects, --tee or --local-ranks-filter: {exc}") from exc
     folder = options.log_dir
     if not folder and (_any(redirects) or _any(tee)):
         folder = stack.enter_context(kept_log_folder())

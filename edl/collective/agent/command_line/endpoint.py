@@ -22,7 +22,7 @@ from edl.errors import SettingsError
 logger = logging.getLogger(__name__)
 
 
-_ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")  # addresses of no network (RFC 5737, RFC 3849): via other hosts
+_ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")  # in no network (RFC 5737, RFC 3849): routed to other hosts
 
 _SLOW_NAME_S: Final = 2.0  # for a lookup; a resolver that does not answer takes 5 s, a busy machine up to this
 
@@ -50,11 +50,8 @@ def own_address(store_url: str) -> str:
 
 
 def warn_of_slow_name(address: str) -> None:
-    """Warn if looking up the name of an address is slow, because torch does that for every connection.
-
-    Torch looks up an IPv4 address in its IPv6 form, as this function does.
-    """
-    mapped = address if ":" in address else f"::ffff:{address}"
+    """Warn if looking up the name of an address is slow, because torch does that for every connection."""
+    mapped = address if ":" in address else f"::ffff:{address}"  # the form that torch looks up
     began = time.monotonic()
     with contextlib.suppress(OSError):
         socket.getnameinfo((mapped, 0, 0, 0), 0)
@@ -102,7 +99,7 @@ class RendezvousEndpoint:
 
     @classmethod
     def of(cls, options: argparse.Namespace, conf: Mapping[str, str], max_nodes: int) -> RendezvousEndpoint | None:
-        """Read torchrun's options. Returns None if these name no endpoint, or if EDL's options name a store."""
+        """Read torchrun's options. Returns None if the job has one node, no endpoint is given, or a store is given."""
         backend = options.rdzv_backend.strip().lower()
         if options.standalone or options.store or max_nodes < 2 or "://" in options.rdzv_endpoint:
             return None
@@ -141,7 +138,7 @@ class RendezvousEndpoint:
 
     @property
     def listen(self) -> ListenAddress:
-        """The host's listen address: all addresses, since the host's name may resolve to a loopback address there."""
+        """Where the host listens: unless `local`, on all addresses, since it may know itself by a loopback address."""
         if not self.local:
             return ListenAddress("::", self.port)
         return ListenAddress("127.0.0.1" if self.host == "localhost" else self.host, self.port)

@@ -88,7 +88,7 @@ def _add_options(parser: CommandParser) -> None:
     add(
         "--leave-on-oom",
         action="store_true",
-        help="if the kernel kills a worker on this node for lack of memory (counted by its cgroup), exit with code "
+        help="if the kernel kills a worker on this node for lack of memory (counted by the cgroup), exit with code "
         "137 instead of restarting the workers, so that the node can be restarted with more memory; the other nodes "
         "continue",
     )
@@ -167,10 +167,7 @@ _FROM_SLURM = ("nnodes", "nproc_per_node", "rdzv_id")
 
 
 def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Namespace:
-    """Parse a command line.
-
-    A Slurm step supplies values that are set neither by options nor by torchrun's variables (such as `PET_NNODES`).
-    """
+    """Parse a command line. A Slurm step sets what no option or torchrun variable (such as `PET_NNODES`) sets."""
     options = parser()
     parsed: argparse.Namespace
     if step is None:

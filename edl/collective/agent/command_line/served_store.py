@@ -49,10 +49,7 @@ def served_store(
 
 
 def keep_for_later(store: Store, job: str, wanted: bool) -> None:
-    """Record whether this host has a state of the job that is not in storage.
-
-    If this host has such a state, the store's file is kept.
-    """
+    """Record whether this host has a state of the job that is not in storage; if it has, the store's file is kept."""
     key = f"{KEPT}{job}/{socket.gethostname()}"
     with contextlib.suppress(DiscoveryError):
         if wanted:

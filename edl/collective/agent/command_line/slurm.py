@@ -96,19 +96,13 @@ class SlurmStep:
 
     @property
     def is_first_host(self) -> bool:
-        """Whether this task is on `first_host`, which is the first host by name.
-
-        In `srun A : B`, that host need not be host 0, which is A's first host.
-        """
+        """Whether the task is on `first_host` (first by name), which in `srun A : B` need not be host 0 (A's first)."""
         return self.host_name == self.first_host if self.host_name else self.host == 0
 
     @property
     def rendezvous_port(self) -> int:
-        """The port where tasks meet, below the range of outgoing ports (from 32768).
-
-        Each run has a different port, because a slow task may still serve the previous run.
-        """
-        return 29400 + (self.job + self.step + 1000 * self.run) % 3000
+        """The port where tasks meet. Each run has a different port: a slow task may still serve the previous run."""
+        return 29400 + (self.job + self.step + 1000 * self.run) % 3000  # below ports of outgoing connections (32768)
 
     @property
     def workers(self) -> int:
@@ -190,7 +184,7 @@ class TaskRuns:
             raise SettingsError(
                 f"another `edl run` in this Slurm task is running {replace(self._step, run=self.ended).name}, and by "
                 "default this one would be a node of the same job: give each job a name (--rdzv-id NAME), or use "
-                "--standalone if it belongs to this task alone"
+                "--standalone if the job belongs to this task alone"
             )
         if unstored not in ("", self._command):
             self.ended += 1
@@ -198,10 +192,7 @@ class TaskRuns:
         return self
 
     def count(self, *, stored: bool = True) -> None:
-        """Count this run's job as ended.
-
-        If the job's state is not `stored`, the next run with this command retries the job.
-        """
+        """Count this run's job as ended. Unless its state is `stored`, the next run with this command retries it."""
         if stored:
             self._write(self.ended + 1)
         else:
@@ -230,12 +221,9 @@ class TaskRuns:
 
 
 def _lock(file: int) -> bool:
-    """Lock a file until it is closed. Returns False if another process holds the lock.
-
-    The lock is not a `flock`, which forks would keep locked.
-    """
+    """Lock a file until it is closed. Returns False if another process holds the lock."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not `flock`, whose lock forked children would hold too
     except BlockingIOError:
         return False
     return True

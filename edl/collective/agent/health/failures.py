@@ -152,9 +152,8 @@ def decide_recovery(
     script's own error after `error_grace_s` seconds. An exit code without a traceback counts as such an error after
     `contact_timeout_s` seconds, during which a lost node's lease expires. If ranks only lost contact, the decision
     follows `error_grace_s` seconds after that. On the ranks in `ended`, the script has ended with exit code 0. Other
-    ranks lose contact with these ranks, as they do with the ranks of a missing node; `missing` says whether a node is
-    missing. `trained` says whether the workers have trained: a script that asks for too many GPUs fails before that.
-    Returns None while the cause may still become known on another node.
+    ranks lose contact with these ranks, as they do if a node is `missing`. If the workers have `trained`, the script
+    does not ask for too many GPUs. Returns None while the cause may still become known on another node.
     """
     missing_gpu_means = ExitCause.UNCLEAR if trained else ExitCause.ERROR
     causes = [missing_gpu_means if failure.cause is ExitCause.MISSING else failure.cause for failure in failures]
@@ -193,12 +192,8 @@ def decide_recovery(
     if failures and waited_s >= contact_timeout_s + error_grace_s:
         first = failures[0]
         what = first.description if first.status < 0 else f"rank {first.rank} lost contact with another rank"
-        if (
-            ended and not missing and all(failure.status > 0 for failure in failures)
-        ):  # after a signal, it may have been its own code
-            what += (
-                f", perhaps because the script had already ended on {_ranks(ended)}: all ranks must make the same steps"
-            )
+        if ended and not missing and all(failure.status > 0 for failure in failures):  # a signal has other causes
+            what += f", perhaps because the script had ended on {_ranks(ended)}: all ranks must make the same steps"
         return RecoveryDecision(restart=what, traceback=first.text, rank=first.rank, cause=ExitCause.PEER_LOST)
     return None
 
@@ -227,7 +222,7 @@ def read_error_file(path: Path) -> str:
     return str(callstack or message.get("message", ""))
 
 
-_FRUITLESS: Final = 10  # restarts in a row without progress: more than a flapping node needs until it is excluded
+_FRUITLESS: Final = 10  # consecutive restarts without progress: more than a flapping node needs until it is excluded
 _FRUITFUL_S: Final = 60.0  # in which workers made progress, as far as can be told of a script that reports no steps
 
 HANGING = "the workers hang"  # beginning of a restart's reason that makes every node log its workers' stacks
@@ -345,7 +340,7 @@ class GenerationOutcome:
         if status == -signal.SIGKILL and self._count_oom_kills():
             description += ": there was too little memory, according to the cgroup"
         failure = WorkerFailure(rank, status, read_error_file(error_file), description)
-        # When the process killed was one that loads data for a worker, the worker's own error only says so.
+        # If the kernel killed a process that loads data for a worker, the worker's own error only says so.
         by_kill = status == -signal.SIGKILL or (status > 0 and failure.cause is ExitCause.KILLED)
         self._killed_for_memory |= by_kill and bool(self._count_oom_kills())
         self._record_failure(failure)

@@ -164,7 +164,7 @@ def _read_text(path: Path) -> str:
 
 
 _ENOUGH_STEPS: Final = 3  # measured steps from which on their median counts: the first two compile and open files
-_LATER_S: Final = 60.0  # extra for ranks that wait for one that hangs, so that it is named: above the time of a check
+_LATER_S: Final = 60.0  # extra for ranks that wait, so that the rank that hangs is named: above the time of a check
 
 
 @dataclass(frozen=True)

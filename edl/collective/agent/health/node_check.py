@@ -61,7 +61,7 @@ class NodeCheckResult(Record):
 
 
 def first_groups(nodes: Sequence[str]) -> Groups:
-    """Return pairs of neighbours. If the number is odd, the last three form a group."""
+    """Return pairs of neighbours. If the number of nodes is odd, the last three form a group."""
     groups = [tuple(nodes[at : at + 2]) for at in range(0, len(nodes), 2)]
     if len(groups) > 1 and len(groups[-1]) == 1:
         last = groups.pop()
@@ -92,8 +92,8 @@ def summarize_rounds(
 ) -> NodeCheckResult:
     """Find the unfit nodes from the results of all rounds.
 
-    A node is faulty if it passed no round, unless one of its partners in a failed round was silent or could not
-    compute. A node is slow if even its best time is more than `factor` times the median of all nodes' best times.
+    A node is faulty if it passed no round, unless in one round it could compute but a partner was silent or could not
+    compute. A node is slow if its best time is more than `factor` times the median for nodes with the same device.
     """
     faulty = {}
     for node in nodes:
@@ -267,9 +267,7 @@ def _run_process(task: Mapping[str, Any], deadline: float, raise_if_stopping: Ca
     return reported
 
 
-_LEASE_S: Final = (
-    10.0  # of a node that waits; with more, a check waits for dead nodes, with less, a busy node misses it
-)
+_LEASE_S: Final = 10.0  # of a waiting node: with more, a check waits for dead nodes; with less, it misses busy nodes
 
 
 def check_before_joining(
@@ -284,7 +282,7 @@ def check_before_joining(
             limit_s = 2 * settings.timeout_s
             logger.info("checking %d nodes, for %g s at most", len(nodes), limit_s, extra={"nodes": list(nodes)})
         else:
-            logger.info("checking itself")
+            logger.info("checking this node alone")
         return check_nodes(store, f"{folder}runs/{number}", node, host, nodes, settings)
 
 

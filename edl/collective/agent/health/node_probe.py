@@ -1,8 +1,8 @@
 """Does a node's work in one round of the node check, in a separate process because the work may hang on a faulty node.
 
-The process receives its task as JSON in the first argument, and prints JSON lines. A broken device need not raise an
-error: it may compute wrong results. The test numbers are small integers, so float32 represents their sums exactly in
-any order, and TF32 and bfloat16 represent the factors of the matrix products exactly.
+The process receives its task as JSON in the first argument, and prints JSON lines. A broken device may compute wrong
+results without raising an error. The test numbers are small integers, so float32 represents their sums exactly in any
+order, and TF32 and bfloat16 represent the factors of the matrix products exactly.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def check_copies(devices: Sequence[torch.device]) -> None:
 
 
 def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
-    """Return how many GPUs every rank has, which is how many NCCL all-reduces to run; 0 without NCCL."""
+    """Return the lowest number of GPUs of a rank, which is how many all-reduces NCCL makes; 0 if a rank has no NCCL."""
     store.set(f"gpus/{rank}", str(mine if dist.is_nccl_available() else 0))
     return min(int(store.get(f"gpus/{other}")) for other in range(world_size))
 
 
 def check_sum(store: Store, rank: int, world_size: int, devices: Sequence[torch.device], timeout_s: float) -> float:
-    """Run one all-reduce per device, each in its own process group. Returns the slowest device's seconds."""
+    """Measure all-reduces on each device or the CPU, in a process group each. Returns the slowest device's seconds."""
     times, timeout = [], timedelta(seconds=timeout_s)
     for number, device in enumerate(devices or [torch.device("cpu")]):
         if device.type == "cuda":

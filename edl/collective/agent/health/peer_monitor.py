@@ -48,8 +48,8 @@ def choose_peers(world: World, position: int) -> dict[str, Address]:
 class PeerConnections:
     """Connections between this agent and other agents, in both directions, in a separate event loop.
 
-    The event loop's thread calls `on_gone` with the id of a node whose agent is certainly gone. Without `tls`, any name
-    that the other side sends is accepted.
+    The event loop's thread calls `on_gone` with the id of a node whose agent is certainly gone. Without `tls`, nothing
+    proves who sends a node's name.
     """
 
     def __init__(self, name: str, on_gone: Callable[[str], object], tls: PeerTLS | None = None) -> None:
@@ -125,7 +125,7 @@ class PeerConnections:
                 transport.abort()
 
     async def _watch(self, node: str, address: Address) -> None:
-        """Stay connected to an agent. Calls `on_gone` once the port from which it sent its name refuses connections."""
+        """Stay connected to an agent. Calls `on_gone` once the port that sent the agent's name refuses connections."""
         proven = False  # a refusal from any other address means nothing
         refusals = 0
         while refusals < _REFUSALS:

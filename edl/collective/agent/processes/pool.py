@@ -37,7 +37,7 @@ _RELEASE_POLL_S: Final = 0.005  # between two checks of processes about to end, 
 
 
 def find_holders(groups: Collection[int]) -> dict[int, str]:
-    """Return the start times, in ticks, of processes in `groups` that have a GPU open, by pid; no such pair recurs."""
+    """Return the start time in ticks, by pid, of each process in `groups` that has a GPU open. No such pair recurs."""
     if not groups or not any(map(glob.glob, GPU_DEVICES)):
         return {}
     found = {}
@@ -125,9 +125,7 @@ class WorkerProcesses:
         self._report = report
         self._environ = dict(os.environ if environ is None else environ)
         self._lock = threading.Condition()
-        self._requested: collections.deque[tuple[int, int]] = (
-            collections.deque()
-        )  # generation and local rank of workers not yet forked
+        self._requested: collections.deque[tuple[int, int]] = collections.deque()  # generation and local rank, to fork
         self._running: dict[int, tuple[int, int]] = {}  # generation and local rank, by process id
         self._ended: set[int] = set()  # ended since the last `replace_workers`; their children may hold a GPU
         self._process: subprocess.Popen[bytes] | None = None
@@ -246,7 +244,7 @@ class WorkerProcesses:
                 if time.monotonic() > deadline:
                     raise EDLError(f"workers {sorted(left)} did not die within {timeout_s:g} s of SIGKILL")
                 if time.monotonic() > zygote_deadline:
-                    self._kill_zygote()  # perhaps they are dead and it does not report it
+                    self._kill_zygote()  # perhaps they are dead and the zygote does not say so
                 self._lock.wait(_POLL_S)
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -256,7 +254,7 @@ class WorkerProcesses:
             return
         with contextlib.suppress(EDLError):
             self.kill_workers(timeout_s)
-        _kill(self._process.pid)  # with what an import started; not reaped yet, so the number is still its own
+        _kill(self._process.pid)  # and what an import started; the pid is still its own, since it is not reaped yet
         self._process.wait()
         self._reader.close()  # it ends with the socket
         self._socket.close()

@@ -53,7 +53,6 @@ _HARMLESS_DECORATORS: Final = {
 
 _VARIABLE: Final = re.compile("[A-Z][A-Z0-9_]+")
 _MOST_FILES: Final = 500  # files of a program that are read, in two seconds; PYTHONPATH may name thousands
-
 _MOST_NESTED: Final = 100  # files that import each other in a chain: a file takes some of Python's 1,000 nested calls
 
 
@@ -69,7 +68,7 @@ class ProgramImports:
 
 
 def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequence[str]) -> ProgramImports:
-    """Find which modules a program imports before it does anything else, by reading its source.
+    """Read a program's source to find the modules that it imports before it does anything else.
 
     `program` lists the files that run, in order. Modules that the program imports from `folders` are its own and are
     read as well. Imports of the packages in `roots`, with the framework first, may happen ahead of time even if they
@@ -91,7 +90,7 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
 
 
 def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Find the files that `import NAME` runs, in that order; empty if the module is not in these folders."""
+    """Return the files that `import NAME` runs, in that order, or none if the module is not in these folders."""
     parts = name.split(".")
     for folder in folders:
         found = []
@@ -106,7 +105,7 @@ def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
 
 @dataclass
 class _Scan:
-    """Reads statements in the order in which they run, until a statement may change what a later import does."""
+    """Reads statements in the order in which they run. Imports after one that may affect imports are `missed`."""
 
     program: Sequence[Path]
     folders: Sequence[Path]
@@ -214,7 +213,7 @@ class _Scan:
 
 
 def _is_loaded(root: str, path: Path) -> bool:
-    """Return whether this process imported `root` from `path`, as for EDL if that folder is in PYTHONPATH."""
+    """Return whether this process imported `root` from `path`, as it did EDL from a folder in PYTHONPATH."""
     loaded = getattr(sys.modules.get(root), "__file__", None)
     return loaded is not None and Path(loaded).resolve() == path.resolve()
 
@@ -340,7 +339,7 @@ def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]
 
 
 def find_fork_hazard() -> str:
-    """Fork this process as a test, and return why forks are unusable; empty if the fork can compute and use CUDA."""
+    """Fork this process as a test. Returns why forks are unusable, or "" if the fork can compute and use CUDA."""
     pid = os.fork()
     if pid == 0:
         code = _UNKNOWN
@@ -409,13 +408,10 @@ class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
 
 @contextmanager
 def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
-    """Collect the variables in `names` that are looked up in `os.environ` in the block.
-
-    This replaces the class of `os.environ`, because modules already hold the object.
-    """
+    """Collect the variables in `names` that are looked up in `os.environ` in the block."""
     looked_up: set[str] = set()
     plain = os.environ.__class__
-    os.environ.__class__ = _WatchedEnviron
+    os.environ.__class__ = _WatchedEnviron  # the object itself stays, because modules hold it
     os.environ.watched = names  # type: ignore[attr-defined]
     os.environ.looked_up = looked_up  # type: ignore[attr-defined]
     try:
@@ -425,18 +421,15 @@ def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
 
 
 def _tasks() -> set[str]:
-    """Return the ids of this process's threads, which include those of native code (Linux)."""
+    """Return the ids of this process's threads, including threads of native code (Linux)."""
     return {path.name for path in Path("/proc/self/task").iterdir()}
 
 
 def _has_new_threads(before: set[str]) -> bool:
-    """Return whether this process has threads that are not in `before`.
-
-    The threads are counted after a fork, because OpenBLAS ends its own threads before a fork.
-    """
+    """Return whether this process has threads that are not in `before` and that stay when it forks."""
     if not _tasks() - before:
         return False
-    pid = os.fork()
+    pid = os.fork()  # before which OpenBLAS ends its own threads
     if pid == 0:
         os._exit(0)
     with contextlib.suppress(ChildProcessError):

@@ -40,10 +40,7 @@ def arm_stack_dump(path: Path) -> None:
 
 
 def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> list[str]:
-    """Return each worker's stacks, or why there are none. `timeout_s` covers all workers together.
-
-    A worker is given by its pid and the path that was passed to `arm_stack_dump`.
-    """
+    """Return the stacks of workers (pid, path given to `arm_stack_dump`), or why there are none, within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     asked = [_ask(pid, path) for pid, path in workers]
     return [
@@ -57,7 +54,7 @@ def _ask(pid: int, path: Path) -> int | str:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         if not int(_field(status, "SigCgt"), 16) >> (_SIGNAL - 1) & 1:
-            return f"process {pid} has ended, or has no handler yet for SIGUSR2, which would end it: it shows no stack"
+            return f"process {pid} has ended, or has no handler yet for SIGUSR2 (which would end it): it shows no stack"
         size = path.stat().st_size if path.exists() else 0
         os.kill(pid, _SIGNAL)
     except (FileNotFoundError, ProcessLookupError):
@@ -66,7 +63,7 @@ def _ask(pid: int, path: Path) -> int | str:
 
 
 def _collect(pid: int, path: Path, begin: int, deadline: float) -> str:
-    """Wait until something has been written after `begin` and nothing more is being added."""
+    """Return what is written after `begin` once nothing more is added, or at the deadline; or why there is nothing."""
     size = begin
     quiet_since = time.monotonic()
     while (now := time.monotonic()) < deadline:

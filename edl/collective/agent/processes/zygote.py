@@ -1,7 +1,7 @@
 """The zygote: the process that workers are forked from, which only imports torch and the user's modules.
 
 The agent and the zygote exchange JSON over a Unix socket (`SOCK_SEQPACKET`). The agent sends one `ProgramSpec`, then a
-`ForkRequest` for each worker. The zygote answers with `{"ready": true}` and the problems that occurred, then with
+`ForkRequest` for each worker. The zygote answers with `{"ready": true}` and a `PreloadResult`'s fields, then with
 `{"pid": ...}` for each fork and, when a worker has ended, with `{"exited": pid, "status": wait status}`.
 
 The zygote must not start threads, run a backward pass or use CUDA, because a fork would inherit them in an unusable
@@ -47,11 +47,7 @@ _WAKE_NBYTES: Final = 4096  # ended processes are found by waitpid, so any numbe
 _OPTIMIZER: Final = "torch.optim"
 # Variables that every environment has, and that libraries look up again when they use them
 _COMMON: Final = {"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"}
-_JOB_SIGNALS: Final = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-)  # sent to all processes of a job, by Ctrl-C or Slurm
+_JOB_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which Ctrl-C or Slurm sends to a whole job
 _COMMAND: Final = (
     # Neither the current folder nor this file's may hide a module of the standard library. The last entry of `sys.path`
     # is where the agent found this package.
@@ -224,7 +220,7 @@ def _first_in_path(program: ProgramSpec) -> str:
 
 
 def _scan(program: ProgramSpec, folder: Path) -> preload.ProgramImports:
-    """Find what the program imports before it does anything else, without importing anything."""
+    """Without importing anything, find what the program imports before doing anything else."""
     roots = ("torch" if program.framework == "torch" else "paddle", "numpy", "edl")
     folders = [folder, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     if program.kind == "script":
@@ -251,7 +247,7 @@ def _import_framework(program: ProgramSpec, variables: frozenset[str]) -> dict[s
         with undo_side_effects(), preload.watched_environ(variables - _COMMON) as looked_up:
             torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
         if looked_up:  # some 200 variables take effect when torch._dynamo and torch._inductor are imported
-            return {_OPTIMIZER: f"reads {', '.join(sorted(looked_up))}, which the program may set before that"}
+            return {_OPTIMIZER: f"reads {', '.join(sorted(looked_up))}, which the program may set first"}
     return {}
 
 
@@ -386,18 +382,12 @@ _interrupted = False
 
 
 def arm_interruption() -> None:
-    """Make this process end by SIGINT if Ctrl-C ended its script.
-
-    Exit functions that are registered later run before that.
-    """
+    """Make this process end by SIGINT if Ctrl-C ended its script, after the exit functions registered later."""
     atexit.register(_end_by_sigint)
 
 
 def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Run a `script` (file, folder or archive) or a `module` as `__main__`.
-
-    Raises SystemExit unless the program succeeds.
-    """
+    """Run a `script` (file, folder or archive) or `module` as `__main__`. Raises SystemExit if it exits or fails."""
     sys.argv = [target, *arguments]
     sys.orig_argv = [*sys.orig_argv[:1], *command_line(kind, target, arguments)]
     program = sys.modules["__main__"].__dict__
@@ -454,7 +444,7 @@ def _run_file(path: str, program: dict[str, Any]) -> None:
 
 
 def _end_by_exception(exc: BaseException) -> NoReturn:
-    """Save the exception where torchrun's users look for it, report it as the interpreter does, and exit with 1."""
+    """Save an exception in torchrun's error file, report it as Python does, and exit (1, or 130 after Ctrl-C)."""
     frames = exc.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__:
         frames = frames.tb_next
@@ -474,7 +464,7 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
     lost_contact = find_exit_cause(1, text) is ExitCause.PEER_LOST
     if lost_contact:
         what = f"rank {os.environ.get('RANK', '?')} lost contact with another rank ({type(exc).__name__})"
-        sys.stderr.write(f"{what}: a consequence; see that rank's output or the agent's for the cause\n")
+        sys.stderr.write(f"{what}, as a consequence: the cause is in the output of that rank or of the agent\n")
     # If the agent finds no other cause, it shows this traceback.
     if not (lost_contact and _is_usual_hook(sys.excepthook)):
         _call_excepthook(exc)

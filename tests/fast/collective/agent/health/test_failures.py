@@ -182,7 +182,7 @@ def test_lost_contact_is_a_consequence(monkeypatch: pytest.MonkeyPatch, capsys: 
         with pytest.raises(SystemExit):
             zygote._end_by_exception(RuntimeError(CONTACT[0]))
         error = capsys.readouterr().err
-        assert "a consequence" in error.splitlines()[0]
+        assert "as a consequence: " in error.splitlines()[0]
         assert ("GLHF" in error) == (module == "train")
 
 

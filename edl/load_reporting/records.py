@@ -1,9 +1,9 @@
 """Records of load in the Store: their keys and JSON, which of them are valid, and the rates they contain.
 
 A key is `load/SERVICE/students/ID` or `load/SERVICE/teachers/ID`. A record contains a process's counters twice: now,
-and some seconds earlier. Every rate is computed from a single record, between its two times. Rates are the true rates
-defined in DS2 (Kalavri et al., OSDI 2018): rows per second of a student's or teacher's working time, rather than of
-elapsed time. So they show how much students would request if they never waited, and how much teachers could compute.
+and some seconds earlier. Every rate is computed from a single record, between its two times. `demand` and `rate` are
+the true rates defined in DS2 (Kalavri et al., OSDI 2018): rows per second of a student's or teacher's working time,
+not of elapsed time. So they show how much students would request without waiting, and how much teachers could compute.
 
 Any process with write access to the Store may write records, in any version of the format. A record with a missing or
 invalid field is skipped, and this is logged once.
@@ -173,13 +173,13 @@ class ServiceLoad:
 
     @property
     def wait_share(self) -> float | None:
-        """Share of their time that students spent waiting, not counting idle students; None if all are idle."""
+        """Share of time that students spent waiting, over all students that are not idle; None if all are idle."""
         seconds = sum(student.seconds for student in self.waiting)
         return sum(student.wait_share * student.seconds for student in self.waiting) / seconds if seconds else None
 
     @property
     def least_busy_share(self) -> float:
-        """The smallest share of time, over all students, that a student did not wait; 1 without students."""
+        """The smallest share of time for which a student that is not idle did not wait; 1 if all are idle."""
         return min((1.0 - student.wait_share for student in self.waiting), default=1.0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def parse_record(key: str, value: bytes) -> StudentRate | TeacherRate:
         version = fields.get("v") if isinstance(fields, dict) else None
         raise ValueError(f"it has format {version!r:.20}; this version of EDL reads {VERSION}")
     if fields.get("id") != publisher:
-        raise ValueError("its id is not that of its key")
+        raise ValueError("its id differs from the id in its key")
     since = fields.get("since")
     if not isinstance(since, dict):
         raise ValueError("its field 'since' is not an object")
@@ -321,7 +321,7 @@ def _student_rate(publisher: str, fields: Mapping[str, Any], since: Mapping[str,
 def _teacher_rate(publisher: str, fields: Mapping[str, Any], since: Mapping[str, Any]) -> TeacherRate:
     workers = fields.get("workers")
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 1_000_000:
-        raise ValueError("its field 'workers' is not a count")
+        raise ValueError("its field 'workers' is not a whole number from 1 to 1,000,000")
     seconds = _read_seconds(fields, since)
     all_rows, rows = _read_optional_counter(fields, since, "rows")
     all_compute_s, compute_s = _read_optional_counter(fields, since, "compute_s")
@@ -352,7 +352,7 @@ def _compute_rate(workers: int, rows: float | None, compute_s: float | None) -> 
 
 
 def _read_seconds(fields: Mapping[str, Any], since: Mapping[str, Any]) -> float:
-    """Return the seconds between the record's two samples, 0 if they are too close for a rate."""
+    """Return the seconds between the record's two samples, 0 if the samples are too close for a rate."""
     _, seconds = _read_counter(fields, since, "t")
     return seconds if seconds >= _SHORTEST_S else 0.0
 
@@ -362,7 +362,7 @@ def _read_counter(fields: Mapping[str, Any], since: Mapping[str, Any], name: str
     now = _read_number(fields, name)
     grown = now - _read_number(since, name)
     if grown < 0:
-        raise ValueError("its counters fall from 'since' to now")
+        raise ValueError("one of its counters is lower now than in 'since'")
     return now, grown
 
 
@@ -385,5 +385,5 @@ def _read_number(fields: Mapping[str, Any], name: str) -> float:
 def _read_text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name, "")
     if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_TEXT:
-        raise ValueError(f"its field {name!r} is not a printable text of at most {_MAX_TEXT} characters")
+        raise ValueError(f"its field {name!r} is not a printable string of at most {_MAX_TEXT} characters")
     return value

@@ -1,7 +1,7 @@
-"""How many teachers or workers are wanted, as written by a master: `wanted/teachers/SERVICE`, `wanted/workers/JOB`.
+"""Numbers of wanted teachers and workers, written by advisors: `wanted/teachers/SERVICE`, `wanted/workers/JOB`.
 
-A key has no lease: while no master is running, the last value is still the best estimate. While an advisor is running,
-it updates `time`, the time of the last write, at least every ten seconds.
+Advisors run in masters and operators. A key has no lease: while no advisor is running, the last value is still the best
+estimate. A running advisor updates `time`, the time of the last write, at least every ten seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_wanted(store: Store, kind: WantedKind, name: str) -> dict[str, Any] | N
     """Read how many teachers or workers are wanted.
 
     Args:
-        store: Store where masters write these numbers.
+        store: Store where advisors write these numbers.
         kind: "teachers" of a service, or "workers" of a job.
         name: Name of the service or job.
 
@@ -50,7 +50,7 @@ def read_all_wanted(store: Store) -> dict[tuple[str, str], dict[str, Any]]:
     """Read all wanted numbers.
 
     Args:
-        store: Store where masters write it.
+        store: Store where advisors write them.
 
     Returns:
         What `read_wanted` returns, by kind and name.

@@ -335,7 +335,7 @@ class _MissingValueError(DiscoveryError):
 
 @dataclass(frozen=True)
 class _Head:
-    """The values that belong to a journal. Its fields are those of the stored JSON."""
+    """The values that belong to a journal. The fields are those of the stored JSON."""
 
     term: int = 0  # the latest one
     writer: str = ""  # a random name of the writer that began it

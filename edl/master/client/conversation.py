@@ -4,10 +4,10 @@ The caller's threads put reports and requests into an outbox and take shards fro
 never waits for the network. Each turn sends the pending reports, requests as many shards as the reader has room for,
 and renews all leases of the reader's session. Turns are numbered within a session. If a reply is lost, the same turn is
 sent again, to this master or to its successor; the turn is applied only once. If the master no longer knows a session,
-a new session replaces it. By then, the shards of the old session belong to other readers.
+a new session replaces it. By then, the shards of the old session may belong to other readers.
 
 No locks are used here, so a signal handler may close the reader in the middle of any call. The caller's threads and
-this thread change shared state only in single steps that are atomic in Python.
+the conversation's thread change shared state only in single steps that are atomic in Python.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Shard:
 
 @dataclass(eq=False, slots=True)
 class Report:
-    """A shard's outcome. `units` of an unfinished shard are done; `refused` is why the master refused the report."""
+    """A shard's outcome. If it is not done, its first `units` units are. `refused` says why the report was refused."""
 
     shard: Shard
     outcome: Outcome
@@ -328,7 +328,7 @@ class Conversation:
         return False
 
     def _await(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Wait for a condition; fail if the master is unreachable for more than the client's `timeout_s`."""
+        """Wait up to `timeout_s` for a condition; fail if the master is unreachable for the client's `timeout_s`."""
         begun = time.monotonic()
         until = begun + timeout_s
 
@@ -448,7 +448,7 @@ class Conversation:
 
     @property
     def _renew_s(self) -> float:
-        """Seconds between renewals: a quarter of the session's length, so that three renewals may fail."""
+        """Seconds between renewals: a quarter of `lease_s` or `session_s` (the shorter), so three renewals may fail."""
         return max(0.05, min(self.spec.lease_s, self.spec.session_s) / 4)
 
     @property
@@ -629,7 +629,7 @@ class Conversation:
         self._drop_connection()
 
     def _lose_session(self, why: str) -> None:
-        """Begin a new session; the shards of the old session belong to other readers."""
+        """Drop the session, whose shards go to other readers. With commit="checkpoint", this fails the reader."""
         session, self._session = self._session, None
         self._none_left = False
         self._inbox.clear()
@@ -646,10 +646,10 @@ class Conversation:
                 )
             )
         elif not self.finished:
-            logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self.dataset, why)
+            logger.warning("this reader's session of %s was lost, and a new one begins: %s", self.dataset, why)
 
     def _job_is_done(self) -> bool:
-        """End if the job's master ended with all data sets done and has had no successor for a while."""
+        """Finish if the job's master ended with all data sets done and has no successor; return whether this is so."""
         if self.wait.away_s < _DONE_S:
             return False
         report = self._client.final_report()

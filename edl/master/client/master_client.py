@@ -49,7 +49,7 @@ DEFAULT_TIMEOUT_S: Final = 300.0
 CALL_S: Final = 10.0  # a commit takes milliseconds, or up to 5 s, the deadline of a Store with several hosts
 STREAM_S: Final = 60.0  # gRPC ends a stream at this age, so a hung master is noticed by then
 RENEW_STREAM_S: Final = 30.0
-"""An idle stream of this age is replaced: otherwise, too little of `STREAM_S` would be left for the reply to a turn."""
+"""A stream of this age is replaced: otherwise, too little of `STREAM_S` would be left for the reply to a turn."""
 _RETRY_S: Final = (0.1, 1.0)  # seconds, first and longest wait: a restarted master answers after half a second
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
@@ -240,7 +240,7 @@ class MasterClient(Resource):
         if not is_above_zero(timeout_s):
             raise SettingsError(f"timeout_s={timeout_s!r}: must be a number above 0")
         if store is not None and endpoint is not None:
-            raise SettingsError("pass either store or endpoint to find the master")
+            raise SettingsError("store and endpoint are both given: pass only one of them")
         self.job: Final = job
         self.timeout_s: Final = timeout_s
         credentials = Credentials.of() if credentials is None else credentials
@@ -306,7 +306,7 @@ class MasterClient(Resource):
 
         Raises:
             SettingsError: The data set does not grow.
-            ConflictError: The index covers a different number of units: another follower has added to it.
+            ConflictError: Another follower has extended the index, or the source has ended.
         """
         request = messages.ExtendDataset(dataset=name, units=units, index=index, known=known)
         self._call("ExtendDataset", request, messages.DatasetReply)
@@ -359,7 +359,7 @@ class MasterClient(Resource):
                 checkpoint.
 
         Raises:
-            ConflictError: The progress belongs to a data set with a different specification.
+            ConflictError: The progress has a different specification, or the source has not grown that far here.
             ProtocolError: The bytes do not contain progress, or are damaged.
         """
         request = messages.RestoreProgress(dataset=name, progress=progress)
@@ -383,11 +383,11 @@ class MasterClient(Resource):
         connection = MasterConnection(self._find(), self._files)
         try:
             reply = connection.call("Hello", messages.HelloRequest(), messages.HelloReply)
-            where = f"the master at {connection.endpoint} is"
+            where = f"the master at {connection.endpoint}"
             if reply.format != FORMAT:
-                raise SettingsError(f"{where} of a different version of EDL (protocol {reply.format}, not {FORMAT})")
+                raise SettingsError(f"{where} has a different version of EDL (protocol {reply.format}, not {FORMAT})")
             if reply.job != self.job:
-                raise NoMasterError(f"{where} job {shown(reply.job)!r}'s, not {self.job!r}'s")
+                raise NoMasterError(f"{where} belongs to job {shown(reply.job)!r}, not to {self.job!r}")
         except BaseException:
             connection.close()
             raise
@@ -425,7 +425,7 @@ class MasterClient(Resource):
         return self._endpoint
 
     def _call(self, method: str, request: Message, reply: type[R]) -> R:
-        """Retry until a master answers. Every request is safe to repeat."""
+        """Repeat a request until a master answers; NoMasterError after `timeout_s`. All requests are safe to repeat."""
         self._check()
         begun = time.monotonic()
         with self._using:

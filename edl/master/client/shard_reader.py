@@ -120,7 +120,7 @@ class ShardReader(Resource):
 
     @property
     def refused(self) -> int:
-        """Number of this reader's reports that the master refused because the shard belonged to another reader."""
+        """Number of reports that the master refused because the shard no longer belonged to this reader."""
         return self._conversation.refused
 
     @property
@@ -183,8 +183,8 @@ class ShardReader(Resource):
         Raises:
             SettingsError: The data set cannot be opened here.
             PoisonedShardsError: At the end, unless `on_poisoned` is "warn".
-            Exception: Your code that makes the samples raised this error. The shard is reported as failed; call this
-                again to continue with the next shard.
+            Exception: Your code that makes the samples raised this error. The shard is reported as failed; call
+                `samples` again to continue with the next shard.
         """
         shard = self._current if self._sampling else None
         while True:
@@ -233,7 +233,7 @@ class ShardReader(Resource):
         self._report(shard, "done", wait=wait)
 
     def report_failed(self, shard: Shard, reason: str, *, wait: bool = True) -> None:
-        """Report a shard as failed: another worker tries the shard, until it has failed too often.
+        """Report a shard as failed: another worker tries the shard, until the shard has failed too often.
 
         Args:
             shard: A shard that this reader gave you.
@@ -284,10 +284,10 @@ class ShardReader(Resource):
             units: Number of the shard's units that were used, from its start.
 
         Raises:
-            SettingsError: The shard has fewer units.
+            SettingsError: `units` is negative, or above the number of units of the shard.
         """
         if not 0 <= units <= len(shard):
-            raise SettingsError(f"units={units!r}: the shard has only {len(shard)}")
+            raise SettingsError(f"units={units!r}: must be 0 to {len(shard)}, the number of units of the shard")
         self._consumed[shard.id] = units
         self._conversation.touch(shard)
 
@@ -319,7 +319,7 @@ class ShardReader(Resource):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a reader's saved position: data that was read after it is handed out again, to any reader.
+        """Go back to a reader's saved position: data read after that position is handed out again, to any reader.
 
         Args:
             state: The result of `state_dict`.

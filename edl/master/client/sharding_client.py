@@ -116,7 +116,7 @@ class ShardingClient(ShardReader):
             Whether these samples finished a shard; in that case the shard's report is in the master's journal.
 
         Raises:
-            LeaseLostError: A shard already belonged to another reader. The other shards were reported.
+            LeaseLostError: A shard no longer belonged to this reader. The other shards were reported.
             NoMasterError: No master answers. The shards are reported once a master is back.
         """
         self._check()

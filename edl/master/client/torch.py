@@ -23,7 +23,7 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
     """Samples of the shards that the master gives this process. Every worker of a `DataLoader` is a reader.
 
     Nothing is opened until the first sample is requested. The process that requests it then opens the channel, so each
-    worker has its own. A shard is reported done when the sample after its last one is requested. With workers, a shard
+    worker has its own. A shard is reported as done when the sample after its last is requested. With workers, a shard
     is therefore done when the loader has its samples, not when the training loop has them: if a process is killed,
     training may lose `num_workers * prefetch_factor` batches. If each sample must count exactly once, iterate over a
     `ShardReader` in the training process. Data sets with commit="checkpoint" are refused here.

@@ -41,7 +41,7 @@ def parse_allocatable(quantities: Mapping[str, Any]) -> Amounts:
 
 
 def parse_requests(resources: Mapping[str, Any]) -> dict[str, int]:
-    """Return a container's requests, rounded up; a limit alone counts as one. ValueError if a quantity is invalid."""
+    """Return a container's requests, rounded up (a lone limit counts as a request); ValueError if any is invalid."""
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: math.ceil(parse_quantity(value) * ONE) for name, value in asked.items()}
 
@@ -55,9 +55,9 @@ def add_amounts(total: dict[str, int], more: Amounts, sign: int = 1) -> None:
 def pod_requests(spec: Mapping[str, Any]) -> Amounts:
     """Return the requests of a pod as the scheduler counts them; ValueError if a quantity is invalid.
 
-    Containers and sidecars (init containers that are restarted for ever) run together; other init containers run before
-    them, one after another, beside the sidecars already started. So a pod needs the larger of these two amounts, plus
-    the overhead of its runtime class. Pod-level resources in `spec.resources` replace the sum:
+    Containers run together with sidecars (init containers that are restarted forever). Before that, the other init
+    containers run one at a time, beside the sidecars already started. So a pod needs the larger of these two amounts,
+    which pod-level resources in `spec.resources` replace, plus the overhead of its runtime class:
     https://kubernetes.io/docs/concepts/workloads/pods/init-containers/#resource-sharing-within-containers.
     """
     running: dict[str, int] = {}
@@ -205,7 +205,7 @@ class PodClaim:
     Attributes:
         nominated_node: node on which the scheduler makes room for the pod; empty for none.
         priority: None before admission sets it.
-        created: time of creation in the API's format; texts that sort earlier are earlier times.
+        created: time of creation in the API's format; strings that sort earlier are earlier times.
         ended: the pod's containers have ended for good, and it holds no resources.
         deleting: the pod was asked to end. If it has a node, it holds its resources until it is gone; otherwise it
             waits for nothing.
@@ -256,7 +256,7 @@ class PodClaim:
 
     @cached_property
     def shape(self) -> str:
-        """The pod's requests and rules as text, which is equal for pods that fit on the same nodes."""
+        """The pod's requests and rules as a string; pods with equal strings fit on the same nodes."""
         return repr((sorted(self.requests.items()), self.rules))
 
 
@@ -307,7 +307,7 @@ class ClusterCapacity:
         return pod is not None and (not node or pod.node == node)
 
     def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int | None:
-        """Return how many such pods could start now, behind the waiting pods that are not `ignored`.
+        """Return how many such pods could start now, after the waiting pods that come first and are not `ignored`.
 
         None if the pod is malformed: the API server refuses it with its own message.
         """
@@ -378,7 +378,7 @@ class ClusterCapacity:
 
 
 def _comes_first(pod: PodClaim, claim: PodClaim) -> bool:
-    """Return whether a waiting pod is served before `claim`, which is newer: yes, unless its priority is lower."""
+    """Return whether a waiting pod comes before the newer `claim`: yes, unless the waiting pod has a lower priority."""
     return pod.priority is None or claim.priority is None or pod.priority >= claim.priority
 
 

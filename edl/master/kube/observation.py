@@ -37,7 +37,7 @@ def write_conditions(
                 "type": condition.type,
                 "status": status,
                 "reason": condition.reason,
-                # Never empty: Kubernetes 1.20 turns an empty text in a new status into null.
+                # Never empty: Kubernetes 1.20 turns an empty string in a new status into null.
                 "message": condition.message or condition.reason,
                 "lastTransitionTime": since or format_time(now_s),
                 "observedGeneration": generation,
@@ -158,8 +158,8 @@ class OwnerObservation:
         now_s: Unix time.
         pods: members of the resource, from a live list.
         strangers: uids of pods that have the members' label but are not members, such as copies of a member's pod.
-        capacity: idle capacity of the cluster; None if the operator is not allowed to read it.
-        allocation: workers that arbitration gives this job; None if the job takes no part in arbitration.
+        capacity: idle capacity of the cluster; None if unknown, for example without permission to read it.
+        allocation: workers that arbitration gives this job; None if the job takes no part, or capacity is unknown.
         starts_after: job that has waited so long that this job must not start before it; empty for none.
         service_holder: pool in another namespace that holds this pool's service; empty for none.
         target: object named by `scaleTargetRef`; None if it does not exist.

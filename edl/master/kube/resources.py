@@ -352,7 +352,7 @@ class TeacherPool(MemberOwner):
 
     Attributes:
         serve: arguments after `edl serve` in a teacher's command line.
-        probe_s: how long a pending teacher may wait for a node while idle capacity is unknown.
+        probe_s: seconds that a pending teacher above the minimum may wait for a node.
     """
 
     resource_type: ClassVar[ResourceType] = TEACHER_POOLS

@@ -2,7 +2,7 @@
 
 The advisors at a Store elect a leader (in the election `advisor`), which writes `wanted/teachers/SERVICE`. The other
 advisors stand by, and warn if their bounds differ from the leader's. The advisor of a job's leading master writes how
-many workers the job wants. An operator, or a person, starts and ends the teachers.
+many workers the job should have. An operator, or a person, starts and ends the teachers.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _describe_bounds(least: object, most: object) -> str:
 
 @dataclass
 class _Wanted:
-    """The wanted number of a service or job: its last record, and the state for the next decision."""
+    """How many teachers of a service, or workers of a job, are wanted: the last record, and the decision's state."""
 
     kind: WantedKind
     name: str

@@ -104,9 +104,9 @@ def arbitrate(
 def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
     """Take workers from nodes with fewer GPUs than are used, and from jobs with too many or too few workers.
 
-    Surplus workers with the lowest priority are taken first. Workers of minima follow, those of the youngest job first.
-    A job that is left below its minimum loses all its workers, and gets its old places back if it is served later.
-    Return these places, for each job: node -> number of workers.
+    Surplus workers are taken first, then workers of minima; both by ascending priority, then from the youngest job. A
+    job that is left below its minimum loses all its workers, and gets its old places back if it is served later. Return
+    these places, for each job: node -> number of workers.
     """
 
     def rank(job: int) -> tuple[bool, float, float, int]:
@@ -265,7 +265,7 @@ def _grow_jobs(plan: AllocationPlan) -> bool:
 
 
 def _offer(plan: AllocationPlan, job: int) -> tuple[float, int, int] | None:
-    """Return the gain per GPU from a job's next workers as (minus gain, job, workers); None if it may have none."""
+    """Return the gain per GPU from a job's next workers as (minus gain, job, workers); None if the job gets no more."""
     if plan.workers[job] >= plan.requests[job].max_workers or plan.is_waiting(job):
         return None
     count = 1 if plan.has_moved(job) else plan.find_worthwhile_growth(job)

@@ -56,7 +56,7 @@ class TeacherScalingSettings:
     least_gain: float = 0.2  # a step up that gains less than this share of the expected rows is undone
     rates_s: float = 15.0
     """Window over which rates are measured: for this long after a change, the rates still include the time before the
-    change. While the rates fall, the window for a move down restarts."""
+    change. While the rates fall in that time, the window for a move down restarts."""
     judge_s: float = 30.0  # from the readiness of a step's teachers until it is judged; longer than `rates_s`
     least_expected: float = 0.15  # a step is judged if its expected gain is this share of the demand: less is noise
     retry_s: float = 60.0  # an undone step is retried after this time, then after twice that, ...,
@@ -108,7 +108,7 @@ def observe_teachers(load: ServiceLoad, now_s: float) -> TeacherObservation:
 def required_teachers(observation: TeacherObservation, settings: TeacherScalingSettings | None = None) -> int | None:
     """Return N*, the number of teachers that would suffice now, ignoring the bounds; None if no rate is known.
 
-    If students wait nearly all the time, N* is at most `most_growth` times the number of ready teachers.
+    If a student waits nearly all the time, N* is at most `most_growth` times the number of ready teachers, or one more.
     """
     settings = settings or TeacherScalingSettings()
     if not observation.demand:
@@ -257,8 +257,8 @@ class _Decider:
         penalty = StepPenalty(seen.now_s + wait_s, failures, seen.demand, self._rate)
         self._change(wanted=step.before, penalty=penalty, **_NO_TIMES)
         return (
-            f"{step.count} teachers instead of {step.before} gained {_rows(max(gained, 0.0))} of {_rows(expected)} "
-            f"rows/s that they should: taken back, and tried again in {wait_s:,.0f} s"
+            f"{step.count} teachers instead of {step.before} gained {_rows(max(gained, 0.0))} of the {_rows(expected)} "
+            f"rows/s expected: undone, and tried again in {wait_s:,.0f} s"
         )
 
     def _watch_band(self, required: int) -> None:
@@ -300,7 +300,7 @@ class _Decider:
         self._change(step=step, **_NO_TIMES)
         if seen.least_busy_share < self._settings.least_busy_share:
             return count, (
-                f"students wait {1 - seen.least_busy_share:.0%} of their time, so their demand cannot be measured:"
+                f"students wait up to {1 - seen.least_busy_share:.0%} of their time, so the demand cannot be measured:"
                 f" at most {self._settings.most_growth:g} times the number of ready teachers"
             )
         return count, (
@@ -321,7 +321,7 @@ class _Decider:
             return "students ask for nothing"
         share = demand / (wanted * self._rate) if wanted and self._rate else math.inf
         load = (
-            f"the demand is {share:.0%} of what the wanted {wanted} can compute"
+            f"the demand is {share:.0%} of what the wanted {wanted} teachers can compute"
             if share < math.inf
             else "no teacher is wanted"
         )

@@ -5,8 +5,8 @@ only if the container's first process was killed for lack of memory. A lost node
 `find_termination_cause` weighs the evidence, the most specific first: the agent's findings about its hardware, then
 memory, then the fate of the pod and its node, and only then exit codes and signals.
 
-`decide_relaunch` looks up the action in one table, by the cause and how many times in a row it occurred. It handles
-pods that have ended; before a pod ends, `edl run` restarts its workers in the pod. In each table row, the cheapest
+`decide_relaunch` looks up the action in one table, by the cause and how often it occurred without progress. The table
+is for pods that have ended; before a pod ends, `edl run` restarts its workers in the pod. In each row, the cheapest
 action comes first, unless a remedy is known (more memory, another node), which is then used at once. After the last
 action, the job stops. Causes that lie in the cluster (preemption, a lost node, missing nodes) have no last action: they
 are not the job's fault, and may recur for days.
@@ -59,7 +59,7 @@ class TerminationCause(Enum):
 
 @dataclass(frozen=True)
 class TerminationReport:
-    """Evidence about an ended worker, as plain values that an agent, an operator and a test can all fill."""
+    """Evidence about an ended worker, as plain values that an agent, an operator and a test can all fill in."""
 
     exit_code: int | None = None
     """Exit code of the process or container. For a signal, the code is negative as in Python, or above 128 as in
@@ -175,13 +175,13 @@ def _find_by_memory(report: TerminationReport, number: int) -> TerminationVerdic
         return TerminationVerdict(TerminationCause.OUT_OF_MEMORY, "the container's status says OOMKilled")
     # A node short of memory evicts by SIGTERM first; if it kills, the counter grows too, and the pod says so.
     if report.oom_kills and not ({report.pod_reason, *report.conditions} & _EVICTED):
-        what = f"its cgroup counts {report.oom_kills} oom_kill" + (f" in addition to signal {number}" if number else "")
+        what = f"its oom_kill count grew by {report.oom_kills}" + (f" in addition to signal {number}" if number else "")
         return TerminationVerdict(TerminationCause.OUT_OF_MEMORY, what)
     return None
 
 
 def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> TerminationVerdict | None:
-    """Return the pod's fate by the reasons in its status, or else by its events if they fit how the pod ended.
+    """Return the pod's fate by the reasons in its status, or else by its events, if these fit how the pod ended.
 
     Events outlive their causes: a node may have been unreachable for a moment long before the script raised.
     """
@@ -271,7 +271,7 @@ class RelaunchAction(Enum):
 
 @dataclass(frozen=True)
 class RelaunchRule:
-    """An action, and how many times in a row it is tried; None for no limit."""
+    """An action, and how many times it is tried without progress; None for no limit."""
 
     action: RelaunchAction
     times: int | None = None
@@ -312,7 +312,7 @@ without progress."""
 def decide_relaunch(
     cause: TerminationCause, count: int, table: Mapping[TerminationCause, tuple[RelaunchRule, ...]] = RELAUNCH_TABLE
 ) -> RelaunchDecision:
-    """Decide the action after a worker's end, the `count`-th (from 1) with this cause in a row without progress."""
+    """Decide the action after a worker's end, the `count`-th (from 1) with this cause without progress."""
     left = count
     for rule in table[cause]:
         if rule.times is None or left <= rule.times:

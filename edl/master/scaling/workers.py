@@ -82,7 +82,7 @@ class ThroughputHistory:
     sizes: Mapping[int, SizeRecord] = field(default_factory=lambda: MappingProxyType({}))
 
     def record_rate(self, workers: int, rate: float, now_s: float) -> ThroughputHistory:
-        """Return the history with one more sample: `rate` is the rate of the whole job per second, without its pauses.
+        """Return the history with one more sample: `rate` is what the whole job does per second, without its pauses.
 
         Rates that say nothing about T (0 or not finite) are ignored.
         """
@@ -163,7 +163,7 @@ class UnitRates:
 
 
 class WorkLeft:
-    """Tracks how much of a job's data is done, and estimates when all is done at the rate of the present size."""
+    """Tracks how much of a job's data is done; estimates when all will be done if the job keeps its present size."""
 
     def __init__(self) -> None:
         self._growth = UnitRates(_WINDOW_S)
@@ -254,7 +254,7 @@ def decide_workers(observation: WorkerObservation) -> WorkerDecision:
 
 
 def _grow(observation: WorkerObservation, model: ThroughputModel, reach: int) -> WorkerDecision:
-    """Return `reach`, the largest useful and so the best size, if it is worth the pause; else the present size."""
+    """Choose `reach`, the largest useful and so the best size, if it is worth the pause; else the present size."""
     now, pause_s = observation.workers, observation.pause_s
     if reach <= now:
         limit = f"{now} is the maximum" if now >= observation.max_workers else "more workers would help too little"

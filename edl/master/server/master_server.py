@@ -128,7 +128,7 @@ class MasterServer(LoopServer):
     Attributes:
         endpoint: Address at which this candidate listens.
         failure: Why this candidate ended without being closed; None until then.
-        done: Whether all data sets are done, with at most poisoned shards left, and no reader has a session.
+        done: Whether all data sets are done (poisoned shards may be left) and no reader has a session.
         rival: Address of the leader, if known, while this candidate stands by.
         metrics: Prometheus metrics that only the master itself can measure.
     """
@@ -384,7 +384,7 @@ class MasterServer(LoopServer):
             self._writing = start_call("edl-master-report", self._write_reports)
 
     def _write_reports(self) -> None:
-        """Write the newest report to the Store, in a thread; if the Store is unreachable, retry with the next one."""
+        """Write the newest report to the Store, in a thread; if the Store is unreachable, drop the report."""
         key = report_key(self.job)
         while (report := self._newest) is not None:
             self._newest = None

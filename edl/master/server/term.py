@@ -69,7 +69,7 @@ class LeaseClock:
         """Advance the clock; return sessions whose leases ended since the last check, and sessions that have ended.
 
         `limits` maps each live session to two numbers of seconds: the silence after which its leases end, and the
-        silence after which the session itself ends. A session counts as heard from when it first appears here: gRPC
+        silence after which the session itself ends. A session counts as heard when it first appears here: gRPC
         cancels the call of a worker that died, so a session may be open although `open_session` did not return.
         """
         at = self._monotonic()
@@ -370,7 +370,7 @@ class MasterServicer:
                         reply = await term.open_session(request.open)
                         self._streams[stream] = request.open.session
                     else:
-                        raise SettingsError("each message of the stream must open a session or be a turn")
+                        raise SettingsError("a message of the stream neither opens a session nor is a turn")
                     await context.write(reply)
         except asyncio.CancelledError:
             session = self._streams[stream]

@@ -169,7 +169,7 @@ class DatasetShards:
         return [part for history in histories for part in history.pending]
 
     def describe(self, *, index: bool = True) -> master.DatasetReply:
-        """Return what a reader needs to know; `index` is False if each new line of a source would copy the index."""
+        """Return what a reader needs to know; without the index if not `index`, since each extension would copy it."""
         reply = master.DatasetReply(dataset=self.name, spec=self.spec, units=self.cursor.units, ended=self.cursor.ended)
         if not index:
             reply.spec.ClearField("index")
@@ -251,7 +251,7 @@ class DatasetShards:
             at_risk = any(self._is_at_risk((lease.epoch, lease.shard)) for lease in session.leases.values())
 
         def may_take(key: ShardKey) -> bool:
-            """Hand out at most one shard that is about to be given up: if it ends the reader, others would follow."""
+            """Hand out at most one shard with only one attempt left: if the reader crashes, all its shards fail."""
             nonlocal at_risk
             if not self._is_at_risk(key):
                 return True
@@ -314,7 +314,7 @@ class DatasetShards:
             self.units_done -= part.stop - part.start
 
     def retry(self, shards: frozenset[int]) -> int:
-        """Requeue given-up `shards` (empty: all) of all epochs; return their number. ConflictError if not given up."""
+        """Requeue `shards` given up in any epoch (empty: all); return their number. ConflictError if not given up."""
         keys = [key for key in sorted(self.poisoned) if not shards or key[1] in shards]
         if missing := sorted(shards - {shard for _, shard in keys}):
             raise ConflictError(f"data set {self.name}: shard {missing[0]} is not poisoned")
@@ -350,10 +350,10 @@ class DatasetShards:
         return True
 
     def find_mark(self, session: ReaderSession, command: master.Resume) -> tuple[ReaderHistory, int] | None:
-        """Return the history, and the index of the mark to resume from; None if a new holder begins."""
+        """Return the history, and the index of the mark to resume from; None for a new holder."""
         if session.dataset is not self or not self.by_checkpoint:
             raise SettingsError(
-                f"data set {self.name}: session {session.id} reads a different one, or it has commit='report'"
+                f"data set {self.name} has commit='report', or session {session.id} reads a different data set"
             )
         if session.leases or session.last_request or not self.histories[session.id].is_fresh:
             raise ConflictError(f"session {session.id} has begun to read: resume in a new one")
@@ -414,7 +414,7 @@ class DatasetShards:
         ]
 
     def end_session(self, session: ReaderSession, *, keep: bool) -> int | None:
-        """Remove a reader that has no leases; requeue units that no mark covers unless `keep`. Return its last mark."""
+        """Remove a reader without leases; requeue units that no mark covers, unless `keep`. Return its last mark."""
         history = self.histories.pop(session.id, None)
         del self.sessions[session.id]
         if history is None:

@@ -1,4 +1,4 @@
-"""A data set's specification, and which of its units are next: returned units, and units left in an epoch's order."""
+"""A data set's specification, and which units are next: returned units, and the rest of an epoch, in its order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_UNITS: Final = 2**62  # the sum of two such numbers still fits into 64 bits
 _MOST_SHARDS: Final = 2**40  # per epoch: permutations of this size are tested
 _MOST_SECONDS: Final = 30 * 86_400.0  # a month without a heartbeat is forever
 _MOST_PASSES: Final = 20
-"""As long as there are other holders, a failed shard is withheld this many times from the holder where it failed. This
+"""While there are other holders, a failed shard is withheld up to this many times from the holder where it failed. This
 takes about ten seconds of turns if the holder gets nothing else. Without a limit, a live holder that requests nothing
 would stop everything."""
 _MOST_LOOKS: Final = 64
@@ -55,13 +55,13 @@ def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
         "kind: needs a name": not spec.kind or len(spec.kind) > _MOST_NAME or not spec.kind.isprintable(),
         f"units={spec.units}: must be 0 to 2**62": not 0 <= spec.units <= MOST_UNITS,
         f"shard_size={spec.shard_size}: must be 1 to 2**62": not 1 <= spec.shard_size <= MOST_UNITS,
-        f"{spec.units:,} units in shards of {spec.shard_size} make {shards:,}; the maximum is {_MOST_SHARDS:,}": (
+        f"{spec.units:,} units make {shards:,} shards of {spec.shard_size}; the maximum is {_MOST_SHARDS:,}": (
             shards >= _MOST_SHARDS
         ),
         f"epochs={spec.epochs}: must be 0 or more": spec.epochs < 0,
         f"max_failures={spec.max_failures}: must be 1 or more": spec.max_failures < 0,
         f"commit={spec.commit}: unknown": spec.commit not in (master.COMMIT_REPORT, master.COMMIT_CHECKPOINT),
-        "an endless source is neither shuffled nor read several times": not bounded
+        "an endless source can be neither shuffled nor read several times": not bounded
         and (spec.shuffle or spec.epochs > 1),
         f"flush_s={spec.flush_s}: needs an endless source, and 0 or more seconds": not (
             0 <= spec.flush_s < math.inf and (spec.flush_s == 0 or not bounded)

@@ -257,7 +257,7 @@ def test_no_master_is_an_error_in_time(lead: Lead, url: str) -> None:
         with ShardReader(client, "d") as reader, pytest.raises(NoMasterError, match="edl master job"):
             next(reader)
     other = MasterClient("other", endpoint=lead().endpoint, timeout_s=4.0)  # in which it must hear from that one
-    with other, pytest.raises(NoMasterError, match="'job''s, not 'other''s"):
+    with other, pytest.raises(NoMasterError, match="belongs to job 'job', not to 'other'"):
         other.status()
 
 

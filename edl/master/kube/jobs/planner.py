@@ -275,7 +275,7 @@ def _plan_ending(draft: JobDraft, completion: Completion) -> Plan:
             draft.release(pod, "the job has ended")
     if draft.workers:
         draft.workers.sort(key=lambda pod: pod.index)
-        draft.ending = f"{winner} has ended the job; {len(draft.workers)} others end"
+        draft.ending = f"{winner} has ended the job; {len(draft.workers)} others are still ending"
     elif completion.failure is not None:
         return _plan_failed(draft, completion.failure)
     else:

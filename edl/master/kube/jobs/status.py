@@ -98,7 +98,7 @@ def note_last_steps(
 ) -> dict[str, MemberRecord]:
     """Return records that include the ends of workers that did the last step after they were asked to end.
 
-    Otherwise, such an end is not recorded, since a new attempt has the worker's place. If the last state was not
+    `review_members` does not record such an end, since a new attempt has the worker's place. If the last state was not
     stored, this stays on record even if the new attempt finds the job done and succeeds.
     """
     after = dict(records)
@@ -212,11 +212,11 @@ class JobDraft:
     Attributes:
         workers: live pods that stay; each is its member's newest attempt.
         create: indices of workers whose pods are created now.
-        waiting: maps keys of workers to create later to the time of their creation, Unix time.
+        waiting: workers to create later: maps each worker's key to the Unix time of its creation.
         shrunk: keys of workers to remove because fewer are wanted.
         homeless: keys of workers above the minimum to remove because no node takes them.
         succeeded: the worker that ended the job, once all other workers have ended.
-        times: when the decision will change merely because time passes, Unix time.
+        times: Unix times at which the decision will change merely because time passes.
         reasons: maps names of pods to why they are removed.
     """
 

@@ -129,7 +129,7 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
 
 
 def _find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str]) -> tuple[str, str]:
-    """Return why a pod cannot start its main container (reason, message); empty if it can, or is ending."""
+    """Return why a pod cannot start its main container, as (reason, message); both are empty if it can or is ending."""
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
         return "", ""
     status = get_mapping(pod, "status")
@@ -226,7 +226,7 @@ class MemberPod:
 
     @property
     def starting(self) -> bool:
-        """Whether the pod has a node and its containers start, or wait for a volume (the status is the same)."""
+        """Whether the pod has a node and its containers are starting, or wait for a volume: the status is the same."""
         return self.live and self.scheduled and self.phase == "Pending" and self.waiting in STARTING
 
     @property
@@ -252,7 +252,7 @@ class MemberPod:
 def read_member_pods(
     pods: Iterable[Mapping[str, Any]], owner_uid: str, events: Mapping[str, Mapping[str, str]] | None = None
 ) -> tuple[tuple[MemberPod, ...], tuple[str, ...]]:
-    """Return an owner's member pods, sorted by role, index and try, and why other pods with its label do not count."""
+    """Return an owner's member pods by role, index and try, and why other pods with the owner's label do not count."""
     found: list[MemberPod] = []
     reasons: list[str] = []
     for pod in pods:

@@ -83,7 +83,7 @@ class MemberRecord:
         try_number: the number of its newest pod, or of the next one.
         uid: uid of the pod of that attempt, once the pod has been seen. If the pod is missing later, it counts as
             ended.
-        failures: maps each cause to how many times in a row the member ended with it, without progress in between.
+        failures: maps each cause to how many times the member has ended with it since it last made progress.
         not_before_s: when the pod of this attempt may be created; None for at once.
         paced_until_s: when the member's next pod would be due at its normal pace, given the pods created so far.
     """
@@ -340,7 +340,7 @@ def record_end(
 
 
 def relax_exclusions(record: MemberRecord, pod: MemberPod | None, now_s: float) -> MemberRecord:
-    """Return a record without nodes that may be used again.
+    """Return a record without the excluded nodes that may be used again.
 
     If no other node takes the member's pod within a minute, only nodes with a broken GPU stay excluded. The returned
     record is then for the next attempt, and the pod of this attempt is removed.

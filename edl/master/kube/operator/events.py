@@ -38,7 +38,7 @@ _CLOSE_S: Final = 2.0  # for `close` to write a few dozen events, a fraction of 
 class EventRecorder:
     """Writes events in order, in its own thread; `clock` returns the API server's Unix time.
 
-    An event's name is derived from its content, so a second or restarted operator continues counting repeated events.
+    An event's name is derived from its content, so a second or restarted operator continues the counts of repeats.
     """
 
     def __init__(self, api: KubeClient, clock: Callable[[], float] = time.time) -> None:
@@ -149,10 +149,10 @@ class PodEvidence:
         self._known: OrderedDict[str, tuple[float, dict[str, str]]] = OrderedDict()
 
     def collect(self, pods: Iterable[Mapping[str, Any]], namespace: str, now_s: float) -> dict[str, dict[str, str]]:
-        """Return reasons and messages of events, by uid of pods that have ended, are ending, or cannot start.
+        """Return reasons and messages of events, by uid of pods that have failed, are being deleted, or cannot start.
 
         For a pod that cannot start, only its latest event is returned, and only if this event says that the pod cannot
-        start. Without permission to read events, the result is empty.
+        start. Without permission to read events, no event is returned.
         """
         found = {}
         starting: list[tuple[float, str]] = []
@@ -194,7 +194,7 @@ class PodEvidence:
 
 
 def _get_time(event: Mapping[str, Any]) -> str:
-    """Return when an event was last seen, in the API's format; texts that sort earlier are earlier times."""
+    """Return when an event was last seen, in the API's format; strings that sort earlier are earlier times."""
     metadata = event.get("metadata") or {}
     return str(event.get("lastTimestamp") or event.get("eventTime") or metadata.get("creationTimestamp") or "")
 

@@ -247,7 +247,7 @@ class ResourceWatches:
         if reason != self._reason:
             self._reason = reason
             if reason:
-                logger.warning("%s; the operator waits for it", reason)
+                logger.warning("%s; the operator waits until this changes", reason)
             else:
                 watched = [namespace for namespace in self._namespaces if namespace not in self._denied]
                 logger.info("resources and pods are watched in %s", ", ".join(watched))

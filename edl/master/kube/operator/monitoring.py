@@ -102,7 +102,7 @@ class OperatorMetrics:
 
 
 _GIVE_BACK_S: Final = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0)
-"""The target is a median of 2 s, and at most a teacher's grace period (10 s by default)."""
+"""The targets are a median of 2 s, and a maximum of a teacher's grace period (10 s by default)."""
 _MOST_PODS: Final = 10_000  # waiting pods remembered, about a megabyte; the oldest are forgotten first
 
 

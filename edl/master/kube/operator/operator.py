@@ -122,7 +122,7 @@ class Operator:
             self._closing = stack.pop_all()
 
     def close(self) -> None:
-        """Stop within a few seconds, even if work is in progress."""
+        """Stop; wait for work in progress, for about ten seconds at most."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -175,7 +175,7 @@ class Operator:
         if not self.health.note_request(code):
             return
         if code == 0 or code >= 500:
-            words = "the API server does not answer (%s): pods run on, and the operator continues when it is back"
+            words = "the API server does not answer (%s): pods keep running, and the operator waits"
             logger.warning(words, call)
         else:
             logger.info("the API server answers again")

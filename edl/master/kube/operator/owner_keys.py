@@ -151,7 +151,7 @@ def _delete_keys(store: Store, removal: _Removal) -> str:
 
 
 def delete_job_keys(store: Store, job_id: str) -> str:
-    """Delete a job's keys, or return who still uses them (agents or a master); DiscoveryError if unreachable."""
+    """Delete a job's keys, or return who uses them (agents or a master); DiscoveryError if the store is unreachable."""
     entries = store.list(f"jobs/{job_id}/")
     if any(entry.key.startswith(f"jobs/{job_id}/nodes/") for entry in entries):
         return "its agents are running"

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Object:
-    """Return the merge patch from `before` to `after`, which contains nothing empty (see `keep_present`)."""
+    """Return the merge patch from `before` to `after`; `after` has no nulls or empty strings (see `keep_present`)."""
     patch: Object = {name: None for name, old in before.items() if old is not None and name not in after}
     for name, new in after.items():
         old = before.get(name)
@@ -55,9 +55,9 @@ def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ob
 
 
 def keep_present(value: Any) -> Any:
-    """Return JSON without nulls, which a merge patch would treat as removals, and without empty texts.
+    """Return JSON without nulls, which a merge patch would treat as removals, and without empty strings.
 
-    Kubernetes 1.20 treats an empty text as null, and refuses it if the schema requires text.
+    Kubernetes 1.20 treats an empty string as null, and refuses it if the schema requires a string.
     """
     if isinstance(value, Mapping):
         return {name: keep_present(inner) for name, inner in value.items() if inner is not None and inner != ""}

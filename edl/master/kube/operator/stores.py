@@ -119,7 +119,7 @@ def _find_extras(parts: SplitResult) -> str:
 
 
 def _list_members(parts: SplitResult) -> list[str]:
-    """Return the servers of a URL in normalized form; ValueError if a server has no host or port. A file has none."""
+    """Return the servers of a URL in normalized form, [""] if it names none; ValueError for an invalid host or port."""
     if parts.scheme == "sqlite" or not parts.netloc:
         return [parts.netloc.lower()]
     members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]
@@ -158,7 +158,7 @@ def read_progress(left: WorkLeft, value: bytes, now_s: float) -> WorkProgress | 
 
 
 def find_percentage(datasets: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return which percentage of the data sets is done; None if a data set is still growing."""
+    """Return which percentage of the data sets is done; None if a data set is endless or still growing."""
     done, whole = 0.0, 0.0
     for dataset in datasets:
         units_done, units, epochs = (read_number(dataset.get(name)) for name in ("units_done", "units", "epochs"))
@@ -178,7 +178,7 @@ _PROGRESS_S: Final = 10.0  # at most this often, as each change of a status is a
 _AWAY_S: Final = 30.0  # until resources say so: a store that is being replaced is unreachable for seconds
 _SILENT_S: Final = 600.0
 """If the number of wanted workers has not been written for this long, the number is outdated: an advisor writes it
-every ten seconds, and a master that lost its node is back within two minutes."""
+at least every ten seconds, and a master that lost its node is back within two minutes."""
 _UNANSWERED: Final = "it has not answered yet"
 
 

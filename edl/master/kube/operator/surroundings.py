@@ -358,7 +358,7 @@ class LiveSurroundings:
         self._loop.wake()
 
     def look(self, owner: MemberOwner, pods: Iterable[MemberPod] = ()) -> OwnerObservation:
-        """Return the observation of a resource, without its pods; EDLError if pools cannot be listed now."""
+        """Return a resource's observation; the caller adds time and pods. EDLError if pools cannot be listed now."""
         assert isinstance(owner, ElasticJob | TeacherPool)
         self._cleanup.note(owner)
         if isinstance(owner, ElasticJob) and find_final_phase(owner):

@@ -136,7 +136,7 @@ _CAPACITY_LOOK_S: Final = 30.0  # to recheck whether there is room, if no event 
 
 
 def decide_growth(draft: PoolDraft, target: int, not_before_s: float | None, pod: Mapping[str, Any]) -> Growth:
-    """Decide whether a pool creates another teacher, whose pod would be `pod`, if it has fewer than `target`.
+    """Decide whether a pool with fewer than `target` teachers creates another teacher, whose pod would be `pod`.
 
     If capacity is known, `pod` avoids the node of `find_launch_failure`. `not_before_s` is when the teacher may be
     created; None for at once.

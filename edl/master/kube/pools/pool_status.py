@@ -131,7 +131,7 @@ class TeacherUpdate:
         return next((pod for pod in self.list_updated(live) if is_failing(pod, now_s)), None)
 
     def find_starting(self, live: Sequence[MemberPod], now_s: float) -> tuple[MemberPod | None, float | None]:
-        """Return a teacher with the present spec that is not steady yet, and the seconds until the next check."""
+        """Return an updated teacher that is not steady yet, if any, and the seconds until the next check."""
         waits = [(_find_unsteady_s(pod, now_s), pod) for pod in self.list_updated(live)]
         unready = next((pod for _, pod in waits if not pod.ready), None)
         if unready is not None:
@@ -257,8 +257,8 @@ class PoolDraft:
         awaited: the member that was removed to make room for its successor, while the successor has no node yet; empty
             for none.
         waits_for: what the next replacement of an outdated teacher waits for; empty for nothing.
-        look_again_s: seconds until the next check whether what `waits_for` describes has happened; None if an event
-            reports this.
+        look_again_s: seconds until the next check of what `waits_for` describes, or of the object that the pool scales;
+            None if an event reports any change.
         places: where the pool's teachers may be found; see `list_places`.
         unproven: no outdated teacher is left, but not all teachers with the present spec have been ready for some
             seconds yet.
@@ -318,7 +318,7 @@ class PoolDraft:
         return next((describe_failure(pod) for pod in self.live if is_failing(pod, now_s)), "")
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Release a teacher, with its pod's own grace period; recorded first, so that the pod's name is not reused."""
+        """Release a teacher, with its pod's own grace period. The record begins a new attempt, so no name is reused."""
         self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
 
@@ -406,7 +406,7 @@ def _describe_readiness(draft: PoolDraft) -> tuple[Condition, str]:
             return Condition("Ready", True, "Updating", message), message
         return Condition("Ready", True, "AllReady", counted), counted
     if draft.ready < draft.scheduled:
-        return Condition("Ready", False, "Starting", counted), f"{counted}, others start"
+        return Condition("Ready", False, "Starting", counted), f"{counted}; others are starting"
     message = f"{counted}: {draft.growth.message}"
     return Condition("Ready", False, draft.growth.reason, message), message
 

@@ -170,7 +170,7 @@ def test_useless_step_is_taken_back() -> None:
     assert len(backs) >= 4
     (_, back) = next(move for move in service.moves if move[1].count == 3)
     assert back.reason == (
-        "13 teachers instead of 3 gained 0 of 720 rows/s that they should: taken back, and tried again in 60 s"
+        "13 teachers instead of 3 gained 0 of the 720 rows/s expected: undone, and tried again in 60 s"
     )
 
 

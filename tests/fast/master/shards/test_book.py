@@ -215,7 +215,7 @@ def test_resume_is_for_new_sessions() -> None:
         job.resume("b", "a", 0)
     reporting = Job()
     reporting.open("a")
-    with pytest.raises(SettingsError, match="it has commit="):
+    with pytest.raises(SettingsError, match="has commit="):
         reporting.resume("a", "b", 0)
     with pytest.raises(SettingsError, match="commits by reports"):
         reporting.mark("a", 1)

@@ -378,8 +378,8 @@ def parse_teacher_pool(
         target = _read_target(spec, strict)
         for name in ("template", "serve"):
             if spec.has(name):
-                what = "spec.scaleTargetRef selects existing pods: remove this field or spec.scaleTargetRef"
-                spec.refuse("TemplateBesideTarget", name, None, what)
+                what = f"spec.scaleTargetRef selects existing pods: remove spec.{name} or spec.scaleTargetRef"
+                spec.problems.append(SpecProblem("TemplateBesideTarget", what))
     else:
         if not serve:
             spec.refuse("EmptyServe", "serve", list(serve), 'set arguments of `edl serve`, such as ["model.py:load"]')

@@ -52,7 +52,9 @@ def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
     bounded = spec.HasField("units")
     shards = spec.units // max(spec.shard_size, 1)
     problems = {
-        "kind: needs a name": not spec.kind or len(spec.kind) > _MOST_NAME or not spec.kind.isprintable(),
+        f"kind {quote(spec.kind)}: must be 1 to {_MOST_NAME} printable characters": not spec.kind
+        or len(spec.kind) > _MOST_NAME
+        or not spec.kind.isprintable(),
         f"units={spec.units}: must be 0 to 2**62": not 0 <= spec.units <= MOST_UNITS,
         f"shard_size={spec.shard_size}: must be 1 to 2**62": not 1 <= spec.shard_size <= MOST_UNITS,
         f"{spec.units:,} units make {shards:,} shards of {spec.shard_size}; the maximum is {_MOST_SHARDS:,}": (

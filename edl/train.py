@@ -2,9 +2,9 @@
 
 Each worker in the job runs `main`, as the module `edl.train` under `edl run`. The user's file defines `model()`;
 everything else has a default. Each worker holds the table in memory, and an `ElasticSampler` distributes the table's
-rows among the workers. `distill` adds the teachers' soft labels, an `ElasticTrainer` updates the model on the whole
-batch, and a `Checkpointer` saves the training state. At the end of each epoch, the workers share the work of the
-evaluation. The first worker writes the trained model.
+rows among the workers. `distill` adds the teachers' soft labels, an `ElasticTrainer` updates the model once per batch
+of all workers, and a `Checkpointer` saves the training state. At the end of each epoch, the workers share the work of
+the evaluation. The first worker writes the trained model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PROGRESS_S: Final = 30.0  # between progress lines within an epoch
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """The data and settings of a training; each field is an option of `edl train`."""
+    """The data and settings of a training run; each field is an option of `edl train`."""
 
     data: str
     eval: str | None = None
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def load_definition(path: str) -> ModuleType:
-    """Import the user's file, which may import files beside it. Raises `SettingsError` if a name is not a function."""
+    """Import the user's file, which may import files beside it. Raises `SettingsError` if it lacks `model()`."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise SettingsError(f"{path}: there is no such Python file")
@@ -195,8 +195,8 @@ class _Training:
         parameters = [parameter for parameter in self._network.parameters() if parameter.requires_grad]
         if not parameters:
             raise SettingsError(
-                "the result of model() has no parameter to train: leave some unfrozen, and begin a Keras model with "
-                "keras.Input"
+                "the result of model() has no parameter to train: leave some parameters unfrozen, and begin a "
+                "Keras model with keras.Input"
             )
         optimizer = self._made("optimizer", torch.optim.Adam, torch.optim.Optimizer, parameters)
         self._sampler = sampler = ElasticSampler(len(self._table), global_batch=plan.batch, seed=plan.seed)
@@ -263,7 +263,7 @@ class _Training:
     # --- Loss and metrics ---
 
     def _own_loss(self, *, soft: bool) -> Callable[..., Tensor] | None:
-        """Return the user's `loss(outputs, labels, soft)` or `loss(outputs, labels)`; None if it is not that one."""
+        """Return the user's `loss` if it takes three arguments (with `soft`) or two (without); None otherwise."""
         own: Callable[..., Tensor] | None = getattr(self._definition, "loss", None)
         return own if own is not None and (len(inspect.signature(own).parameters) > 2) == soft else None
 
@@ -290,7 +290,7 @@ class _Training:
         return soft_loss if hard is None else plan.alpha * soft_loss + (1.0 - plan.alpha) * hard
 
     def _evaluate(self, rows_each: int | None = None) -> dict[str, float]:
-        """Return the means over the table, or over the first rows of each worker."""
+        """Return the metrics' means over the table, or over the first `rows_each` rows of each worker."""
         table = self._eval_table
         assert table is not None
         mine = range(dist.get_rank(), len(table), dist.get_world_size())[:rows_each]
@@ -311,7 +311,7 @@ class _Training:
         return _mean_of_all(sums)
 
     def _measure(self, outputs: Any, labels: Tensor) -> dict[str, tuple[Any, int]]:
-        """Return each metric's mean over rows, and how many rows these are."""
+        """Return each metric's mean, and the number of rows that it is the mean of."""
         if (own := getattr(self._definition, "metrics", None)) is not None:
             means = own(outputs, labels)
             if not isinstance(means, Mapping):
@@ -358,8 +358,8 @@ class _Training:
                 )
             if not isinstance(found[name], Tensor):
                 raise SettingsError(
-                    f"column {name!r} has values such as {quote(found[name][0])}, which are not numbers, or lists of "
-                    "different lengths: convert them to tensors in transform(columns), or exclude it with --inputs"
+                    f"column {name!r} has values such as {quote(found[name][0])}, which are not numbers or differ "
+                    "in length: convert the column to a tensor in transform(columns), or exclude it with --inputs"
                 )
         return {name: found[name] for name in self._names}
 
@@ -404,7 +404,7 @@ class _Training:
                 self._write_program(network, f"{folder}/model.pt2")
             files, root = fsspec.core.url_to_fs(self._plan.output)
             made = sorted(Path(folder).iterdir())
-            for name in {"model.keras", "model.pt2"} - {path.name for path in made}:  # of an earlier training
+            for name in {"model.keras", "model.pt2"} - {path.name for path in made}:  # of an earlier training run
                 if files.exists(f"{root}/{name}"):
                     files.rm_file(f"{root}/{name}")
             for path in made:

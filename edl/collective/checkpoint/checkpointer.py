@@ -31,10 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SaveSchedule:
-    """Counts steps to the next save.
-
-    All ranks of a world must agree on the step of the next save, or they save different steps.
-    """
+    """Decides when to save next. All ranks of a world must agree on `next_step`, or they save different steps."""
 
     overhead: float | None = None  # largest fraction of the time that saving may cost
     interval_s: float | None = None  # seconds between two saves
@@ -54,7 +51,7 @@ class SaveSchedule:
         return self.next_step is None or step >= self.next_step
 
     def propose_steps(self, step_s: float, save_s: float) -> int:
-        """Propose the number of steps until the next save. The first save is not measured: it also allocates memory."""
+        """Propose the number of steps to the next save. The first save's time is ignored: it also allocates memory."""
         if self.interval_steps is not None:
             return self.interval_steps
         if self.interval_s is not None:
@@ -165,9 +162,9 @@ class Checkpointer:
         self._closed = False
         agents_storage = read("EDL_CHECKPOINT", absolute_url)
         if storage is not None and read("EDL_BOARD", str) is not None and absolute_url(storage) != agents_storage:
-            where = agents_storage or "nowhere"
+            where = agents_storage or "not set"
             raise SettingsError(
-                f"storage={os.fspath(storage)!r}, but the agent stores at {where}: use edl run --checkpoint"
+                f"storage={os.fspath(storage)!r}, but the agent's storage is {where}: use edl run --checkpoint"
             )
         self._storage = absolute_url(storage) if storage else agents_storage
         self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
@@ -189,8 +186,7 @@ class Checkpointer:
         `State.register_adjust_function`.
 
         Args:
-            evaluate: Whether to repeat, after the restore, an evaluation that was in progress when the state was saved;
-                see the method `evaluate`.
+            evaluate: Whether to then repeat evaluations that were in progress when the state was saved.
 
         Returns:
             The last step that was finished when the state was saved; -1 if there is nothing to restore.
@@ -232,7 +228,7 @@ class Checkpointer:
         return step
 
     def _warn_if_lost(self, reached: int) -> None:
-        """Warn that training starts over if earlier workers on any node had finished step `reached`. Collective."""
+        """Warn that training starts over if earlier workers on this or another node had finished a step. Collective."""
         if self.generation == 0:
             return
         if world_of(self._group) > 1:
@@ -243,7 +239,7 @@ class Checkpointer:
                 "the job had reached step %d, but no complete state is left in memory%s: training begins again. Shards "
                 "are lost with a node unless a replica on another node (`edl status` shows its age) or the storage has "
                 "them: use %s",
-                *(reached, " or on storage" if self._storage else "", remedy),
+                *(reached, " or in storage" if self._storage else "", remedy),
             )
 
     def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
@@ -252,16 +248,17 @@ class Checkpointer:
         Args:
             step: The step that is finished, counted from 0 over all epochs.
             force: Save now, and store the state too, however recent the last save was. If several saves are forced
-                while a state is being stored, only the newest of them is stored next. A step is not stored twice in the
-                same generation, so a state that has changed since then needs a later `step`.
-            samples: Number of samples that this rank processed in this step. It is only recorded.
+                while a state is being stored, only the newest of them is stored next. A step is stored only once in a
+                generation, so a state that has changed needs a later `step`.
+            samples: Number of samples that this rank processed in this step, for reports of the throughput.
 
         Returns:
             Whether the state was saved.
 
         Raises:
-            SettingsError: The step is below the last saved step, so a restart would mistake the older state for the
-                newer one.
+            SettingsError: The step is below that of an earlier call or of the restored state, so a restart would
+                mistake the older state for the newer one.
+            TemporaryError: The node's agent was silent for `agent_s` seconds.
         """
         self._check_open()
         if step < self._step:
@@ -293,35 +290,28 @@ class Checkpointer:
         return due or force or pausing
 
     def busy(self, what: str, limit_s: float) -> AbstractContextManager[None]:
-        """Return a context for work that takes longer than a step, in which no step is expected.
+        """Return a context manager for work that takes longer than a step; within it, no step is expected.
 
         Without this context, a worker that reports no step for `edl run --hang-after` seconds and shows no activity is
-        considered to hang. Ranks that wait for this rank are not considered to hang, whether or not they use this
-        context themselves.
+        considered to hang. Ranks that wait for this rank are not, whether or not they use this context themselves.
 
         Args:
             what: The work, in a word or two.
             limit_s: Longest time in seconds that the work may take before it counts as a hang after all.
 
-        Returns:
-            The context manager.
-
         Raises:
             SettingsError: `limit_s` is not above 0.
         """
         if not limit_s > 0:
-            raise SettingsError(
-                f"busy({what!r}, limit_s={limit_s}): the longest time that the work may take must be above 0"
-            )
+            raise SettingsError(f"busy({what!r}, limit_s={limit_s}): limit_s must be above 0 seconds")
         return self._status_page.in_busy_phase(what, limit_s)
 
     def evaluate(self, evaluator: Evaluator) -> Any:
         """Evaluate the state after the last finished step, unless the result is already known. Every rank calls this.
 
-        Before the evaluation, the state is saved in memory together with the fact that the evaluation is in progress.
-        Afterwards, the result is saved too. So if a restart happens in between, `restore` repeats the evaluation for
-        the same state. A recorded result is never computed again. If a result should change anything else, make that
-        change in the evaluator's `on_result`.
+        Before the evaluation, the state is saved in memory with the fact that the evaluation is in progress; the result
+        is saved afterwards. So if a restart happens in between, `restore` repeats the evaluation for the same state. If
+        a result should change anything else, make that change in the evaluator's `on_result`.
 
         Args:
             evaluator: An evaluator that is a field of the `State`.
@@ -336,7 +326,7 @@ class Checkpointer:
         if not any(evaluator is field for field in self._evaluators()):
             raise SettingsError(
                 f"{evaluator.name}: the Evaluator is not a field of the State, so its results would be lost with the "
-                "worker: State(..., evaluator=evaluator)"
+                "worker: create State(..., evaluator=evaluator)"
             )
         return self._evaluate(evaluator, self._step)
 
@@ -351,8 +341,7 @@ class Checkpointer:
     def close(self) -> None:
         """Release everything without another save. Slots that belong to an agent stay; private slots are removed.
 
-        If there is no agent to store a state that is marked for storage, this method stores that state, or warns if it
-        cannot.
+        Without an agent, this method first stores a state that is marked for storage, or warns if it cannot.
         """
         try:
             self._close_or_raise()
@@ -390,7 +379,7 @@ class Checkpointer:
         except BaseException:
             self.close()
             raise
-        self._close_or_raise()  # a script that succeeds has its result on storage, with or without an agent
+        self._close_or_raise()  # a script that succeeds has its result in storage, with or without an agent
 
     def _evaluators(self) -> list[Evaluator]:
         """Return the evaluators among the fields of the state, in the same order on all ranks."""
@@ -442,8 +431,7 @@ class Checkpointer:
     ) -> float:
         """Copy the state after `step` into the older of two slots. Returns the seconds that training waited.
 
-        `place` is the number of ranks, and this rank. At the end of a job, when there is no process group, `place` is
-        that of the last save.
+        `place` is (number of ranks, this rank); without a process group, at the end of a job, that of the last save.
         """
         begin = time.perf_counter()
         header = SlotHeader(self.generation, step, *place, persist=persist)
@@ -498,7 +486,7 @@ class Checkpointer:
             self._stored_at = now
 
     def _holds_shards_alone(self) -> bool:
-        """Return whether no other node is known to have this rank's shards, which are lost if this node is lost."""
+        """Return whether this rank has shards that no other node is known to have: losing this node would lose them."""
         rank, local_rank = read("RANK", int), read("LOCAL_RANK", int)
         count = read("LOCAL_WORLD_SIZE", positive_int)
         if rank is None or local_rank is None or count is None or self._group is not None:
@@ -518,7 +506,7 @@ class Checkpointer:
         self._status_page.record_resume()
 
     def _await_agent(self) -> None:
-        """Wait until a silent agent answers or this worker is killed: other nodes may have replaced this node."""
+        """Wait for a silent agent, at most `agent_s` seconds: other nodes may have replaced this node."""
         logger.warning(
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
         )

@@ -44,11 +44,10 @@ _PARAMETER = "parameter"
 def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
     """Encode a value as JSON.
 
-    `store_tensor` is called with every tensor and numpy array, and the path of each. `path` is the position of `value`;
-    it is passed to `store_tensor` and appears in messages.
+    `store_tensor` is called with every tensor or numpy array and its path, which begins with `path`.
 
     Raises:
-        SettingsError: The value contains a type that cannot be encoded. The message says where that value is.
+        SettingsError: The value contains something that cannot be encoded; the message says where.
     """
     return to_json(_encode(value, store_tensor, path))
 
@@ -114,8 +113,8 @@ def _encode_items(value: dict[Any, Any], store_tensor: StoreTensor, path: Path) 
 def _no_tensor(value: Any, path: Path) -> int:
     """Refuse a tensor in a set or as a key. Look-ups there use the tensor's identity, which is lost in a restore."""
     raise SettingsError(
-        f"{dotted(path[:-1])} has a tensor in a set or as a key, where a restored one could not be looked up: use a "
-        "list, or make it a value"
+        f"{dotted(path[:-1])} has a tensor in a set or as a key, where a restored tensor could not be looked up: use "
+        "a list, or make the tensor a value"
     )
 
 
@@ -131,12 +130,12 @@ def _encode_numpy(value: Any, store_tensor: StoreTensor, path: Path) -> dict[str
 
 
 def _dtype_of(value: Any, path: Path) -> str:
-    """Return the text from which numpy can recreate the dtype."""
+    """Return the string from which numpy can recreate the dtype."""
     import numpy as np
 
     text: str = value.dtype.str
     if np.dtype(text) != value.dtype:
-        raise SettingsError(f"{dotted(path)}: numpy type {value.dtype} cannot be saved; use a plain one")
+        raise SettingsError(f"{dotted(path)}: numpy type {value.dtype} cannot be saved: use a plain type")
     return text
 
 
@@ -169,7 +168,7 @@ def decode(form: Any, load_tensor: LoadTensor) -> Any:
     """Decode the parsed JSON of an encoded value.
 
     Raises:
-        ProtocolError: The form was not made by `encode`.
+        ProtocolError: `form` was not made by `encode`.
     """
     if isinstance(form, list):
         return [decode(item, load_tensor) for item in form]
@@ -271,7 +270,7 @@ Scope = Literal["replicated", "shard", "local"]
 class ShardLayout:
     """How a sharded tensor was distributed over the ranks that saved it."""
 
-    names: tuple[str, ...] | None  # names of the mesh's dimensions, None if they have none
+    names: tuple[str, ...] | None  # names of the mesh's dimensions, or None
     mesh_shape: tuple[int, ...]  # shape of the mesh
     ranks: tuple[int, ...]  # ranks in the mesh, row-major
     placements: tuple[tuple[int, ...], ...]  # by mesh dimension: () for a replica, (dimension,) or (dimension, factor)
@@ -286,8 +285,8 @@ class TensorEntry:
     shape: tuple[int, ...]  # shape of this part
     whole: tuple[int, ...]  # shape of the whole tensor; the same as `shape` unless this is a shard
     starts: tuple[int, ...]  # indices in the whole tensor at which this part begins
-    scope: Scope  # the same on all ranks, a rank's part of a whole, or of one rank alone
-    offset: int  # offset of its bytes in the data; they are row-major
+    scope: Scope  # whether it is the same on all ranks, a part of a whole, or of one rank alone
+    offset: int  # offset of its bytes, which are row-major, in the data
     nbytes: int  # number of its bytes
     device: str = "cpu"  # type of the device that it was on
     layout: int = -1  # number of its `ShardLayout` in the metadata, -1 for a tensor that is not sharded

@@ -1,4 +1,4 @@
-"""Evaluates the state at planned steps. Each evaluation runs once, however often training restarts."""
+"""Evaluates the state at planned steps. Each evaluation is completed once, however often training restarts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NONE_PENDING = -2  # smaller than any step, and than -1, which means before the
 class Evaluator:
     """Evaluate a model at planned steps, and remember the results and which evaluation is in progress.
 
-    Make it a field of the `State`, and call it through the `Checkpointer`::
+    Make the evaluator a field of the `State`, and call it through the `Checkpointer`::
 
         evaluator = Evaluator(accuracy, limit_s=3600)
         state = State(model=model, optimizer=optimizer, evaluator=evaluator)
@@ -32,7 +32,7 @@ class Evaluator:
         function: Function without arguments that every rank calls. It returns a plain value, such as a float or a dict
             of floats; a rank that returns None takes the result of the first rank that returns something else. It
             should log its result itself, because after a restart the loop does not reach this step again. The random
-            numbers that it draws do not affect those drawn by the training.
+            numbers that it draws do not affect those of the training.
         limit_s: Longest time in seconds that an evaluation may take before it counts as a hang.
         name: Name of the evaluation in messages and in `edl status`.
         on_result: Function that every rank calls with the result, before the result is saved, so that its changes to

@@ -46,7 +46,7 @@ class ElasticLoop:
         if kind in ("DEEPSPEED", "MEGATRON_LM"):
             raise SettingsError(f"{kind} keeps parameters where a State cannot see them: use DDP or FSDP2")
         if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
-            raise SettingsError("only FSDP1 itself can name its shards: use fsdp_version=2")
+            raise SettingsError("FSDP1 is not supported, as only FSDP1 can name its own shards: use fsdp_version=2")
         self._accelerator: Any = accelerator
         self._boundary = loop_position.BoundaryCheckpointer(options)
         self._place = _Place(accelerator)
@@ -111,7 +111,7 @@ class ElasticLoop:
                 changed.
         """
         if not self._boundary.is_open or self._read:
-            raise SettingsError("ElasticLoop.batches() is for one loader in each epoch of ElasticLoop.epochs()")
+            raise SettingsError("call ElasticLoop.batches() once in each epoch, in the loop over ElasticLoop.epochs()")
         self._read = True
         place = self._place
         label = getattr(loader, "label", None)  # set by `distill`, which labels what is left of the epoch

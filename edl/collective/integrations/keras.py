@@ -37,7 +37,7 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
     `edl.distill.keras.SoftLabelDataset`.
 
     Args:
-        x: Inputs: an array [samples, ...], or a dict of them.
+        x: Inputs: an array [samples, ...], or a dict of such arrays.
         y: Targets [samples, ...].
         global_batch: Samples per step, over all ranks.
         seed: Shuffle seed.
@@ -83,8 +83,7 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
     ranks. Other callbacks, such as `EarlyStopping`, start over.
 
     Args:
-        dataset: The `ElasticDataset` that `fit` trains on, or that is inside the `SoftLabelDataset` that `fit` trains
-            on.
+        dataset: The `ElasticDataset` that `fit` trains on, directly or inside a `SoftLabelDataset`.
         **options: Options of the `Checkpointer`.
 
     Raises:
@@ -169,7 +168,6 @@ class ElasticCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._checkpointer.__exit__(None, None, None)
 
     def _apply_averaged(self, gradients: Any, variables: Any = None) -> None:
-        """Update the model with the mean gradient over the global batch."""
         parameters = [variable.value for variable in variables]
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world > 1:
@@ -204,7 +202,7 @@ class _Variables:
         self.apply()
 
     def apply(self) -> None:
-        """Assign the restored values; do so again if Keras has reset the variables since."""
+        """Assign the restored values. Call this again if Keras has reset the variables since."""
         for number, value in self._saved.items():
             self._variables[int(number)].assign(value)
 

@@ -28,7 +28,7 @@ class CheckpointHooks:
     def __init__(self, trainer: Any, version: str) -> None:
         self._trainer = trainer
         self._version = version
-        # Their folder has a logger's version, which changes with a restart, and the best checkpoint is in the first.
+        # Their folder has a logger's version, which a restart changes, and the best checkpoint is in the first folder.
         self._derived = [callback for callback in trainer.callbacks if getattr(callback, "dirpath", "") is None]
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,10 +212,7 @@ class LoopProgress:
         return list(self.trainer.fit_loop._combined_loader.flattened)
 
     def count_step(self) -> bool:
-        """Count a step if this batch ends one, and return whether it does.
-
-        In manual optimization, a batch ends a step if an optimizer stepped.
-        """
+        """Return whether this batch ends a step (in manual optimization: an optimizer stepped), and count that step."""
         loop = self.trainer.fit_loop.epoch_loop
         if self.trainer.lightning_module.automatic_optimization:
             stepped = not loop._should_accumulate()

@@ -56,7 +56,8 @@ class BoundaryCheckpointer:
         if shared and cls._opened:
             raise SettingsError(
                 "a job keeps the state of one training loop, and this script begins a second one, which would "
-                "continue from the end of the first: give it its own job (another script, --rdzv-id and --checkpoint)"
+                "continue from the end of the first: give the second loop its own job (another script, --rdzv-id and "
+                "--checkpoint)"
             )
         cls._opened |= shared
 
@@ -111,11 +112,7 @@ def check_order(saved: Any, here: Any) -> None:
 
 
 def make_workers_without_a_draw(loader: Any) -> None:
-    """Prevent a loader from drawing a seed when it creates its persistent workers again after a restart.
-
-    `loader` may be Accelerate's wrapper. The loader drew its seed before the restart. The loader's sampler still draws
-    random numbers.
-    """
+    """Prevent a loader that creates its persistent workers again after a restart from drawing their seed again."""
     base = getattr(loader, "base_dataloader", loader)  # inside Accelerate's wrapper, if there is one
     if not _keeps_workers(base):
         return

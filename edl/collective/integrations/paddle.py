@@ -220,7 +220,7 @@ class PaddleState(State):
 
 
 class Checkpointer(checkpoint.Checkpointer):
-    """Save and restore the state of Paddle's trainers. All trainers must create a `Checkpointer` at the same time.
+    """Save and restore the state of Paddle's trainers. All trainers must create one, since that is collective.
 
     Args:
         state: The state to save and restore.

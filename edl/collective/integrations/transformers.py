@@ -48,7 +48,7 @@ class ElasticCallback(transformers.TrainerCallback):
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:
-        """Attach to a `Trainer`. You still have to add the callback to it.
+        """Attach to a `Trainer`, to which you must also add the callback.
 
         Args:
             trainer: The `transformers.Trainer`, whose `train` is called once after this.

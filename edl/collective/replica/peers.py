@@ -59,9 +59,7 @@ _NONCE_NBYTES: Final = 32  # 256 random bits: no nonce occurs twice
 _MAC_NBYTES: Final = 32  # of SHA-256
 _FRAME_MOST_NBYTES: Final = 1 << 16  # an announcement has about 300 bytes; a peer cannot make us allocate more
 _META_MOST_NBYTES: Final = 1 << 30  # about 150 bytes per tensor; a peer cannot make us allocate more
-HANDSHAKE_S: Final = (
-    5.0  # for the other side to prove that it knows the secret; a stranger holds a connection that long
-)
+HANDSHAKE_S: Final = 5.0  # to prove knowledge of the secret; a stranger can hold a connection that long
 _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 
@@ -91,7 +89,7 @@ class ReplicaAnnouncement(Record):
             and 0 <= made.meta_nbytes <= _META_MOST_NBYTES
         )
         if not possible:
-            raise ValueError("impossible numbers, or no node's name")
+            raise ValueError("impossible numbers, or an invalid node name")
         return made
 
 
@@ -294,10 +292,7 @@ _ACCEPT_RETRY_S: Final = 0.1  # after a connection could not be accepted: no fil
 
 
 class ReplicaServer:
-    """Receives states until `close`, from one agent at a time, at `port` on all addresses of this host.
-
-    `secret` may raise DiscoveryError. `say` is called with every line that a person should see.
-    """
+    """Receives states until `close`, from one agent at a time, at `port` of all of the host's addresses."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class ReplicationSchedule:
     """Tracks what a node has sent to its current peer, and decides what to do next. All times are from one clock."""
 
     interval_s: float = 10.0  # least seconds from the start of one transfer to the start of the next
-    share: float = 0.5  # of the time that transfers may take: those of T seconds begin T / share apart
+    share: float = 0.5  # of the time that transfers may take: transfers of T seconds begin T / share apart
     retry_s: float = 10.0  # seconds to wait before trying a peer again that did not take a state
     patience_s: float = 30.0  # for workers that have not kept a state that others have: they died, or saved elsewhere
     _sent: StateVersion = NO_VERSION
@@ -59,7 +59,7 @@ class ReplicationSchedule:
         return cls(share=share)
 
     def start_world(self, *, same_peer: bool) -> None:
-        """Start another world. Its first state is kept at once. A new peer first gets all workers' newest state."""
+        """Start another world, whose first state is kept at once. A new peer first gets the newest that all kept."""
         if not same_peer:
             self._sent = NO_VERSION
         self._due = -math.inf
@@ -106,10 +106,7 @@ def job_secret(store: Store, job: str) -> Callable[[], bytes]:
 
 
 class Replicator:
-    """Sends states to the peer and receives another node's, in threads, until `close`.
-
-    `say` is called with every line that a person should see.
-    """
+    """Exchanges states with other nodes in threads, until `close`. `say` gets every line that a person should see."""
 
     def __init__(
         self,
@@ -167,10 +164,7 @@ class Replicator:
         self._loop.wake()
 
     def hand_over_state(self) -> bool:
-        """Send the paused workers' newest state to the peer.
-
-        Call this until it returns True, which means that the state was sent, was refused or is not needed.
-        """
+        """Send the paused workers' newest state to the peer. Call until it returns True: sent, failed or not needed."""
         if not self._handing_over:
             self._handing_over = True
             self._loop.wake()

@@ -57,9 +57,9 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
         if isinstance(parameter, DTensor) and not _is_sharded_over(parameter, _ranks(group)):
             raise SettingsError(
                 f"{name} is sharded over {parameter.device_mesh}, {list(parameter.placements)}; ElasticTrainer "
-                "averages gradients over all ranks of its group, each with its own data: shard over a mesh "
-                "of exactly these (fully_shard, or HSDP over all of them). Tensor, pipeline and context parallelism "
-                "are not supported"
+                "averages gradients over all ranks of its group, each with its own data: shard over a mesh of exactly "
+                "these ranks (fully_shard, or HSDP over all of them). Tensor, pipeline and context parallelism are "
+                "not supported"
             )
     for part in own:
         if not isinstance(part, DistributedDataParallel):
@@ -67,7 +67,7 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
         if part.static_graph and accumulates:
             raise SettingsError(
                 "DistributedDataParallel(static_graph=True) fails if a step has several micro-batches: remove "
-                "static_graph, or max_micro_batch, AdaScale and auto"
+                "either static_graph, or all of max_micro_batch, AdaScale and auto"
             )
         if _ranks(part.process_group) != _ranks(group):
             raise SettingsError(
@@ -85,8 +85,9 @@ def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> N
     strangers = set(map(id, updated)) - set(map(id, parameters))
     if strangers:
         raise SettingsError(
-            f"the optimizer has {len(strangers)} parameters that the model lacks: they are not averaged. Create the "
-            "optimizer after fully_shard, and pass ElasticTrainer a module with all of them, such as an nn.ModuleList"
+            f"the optimizer has {len(strangers)} parameters that the model lacks, whose gradients would not be "
+            "averaged. Create the optimizer after fully_shard, and pass ElasticTrainer a module with all of them, such "
+            "as an nn.ModuleList"
         )
 
 
@@ -105,7 +106,7 @@ def in_lockstep(module: nn.Module) -> bool:
 
 
 def least_rows(module: nn.Module) -> int:
-    """Return the fewest rows allowed in a micro-batch: 2 if a layer normalizes by this rank's own variance, else 1."""
+    """Return the fewest rows that a micro-batch should have: 2 if a layer uses this rank's own variance, else 1."""
     return 2 if any(map(_is_local_norm, module.modules())) else 1
 
 
@@ -139,13 +140,11 @@ def without_averaging(module: nn.Module) -> Iterator[None]:
 
 
 def _is_sharded_over(parameter: DTensor, ranks: list[int]) -> bool:
-    """Return whether `fully_shard` sharded a parameter over exactly these ranks, in one group or as HSDP.
-
-    If a parameter is already parallel in another way, the placements are (Shard, ...), never (Replicate, Shard).
-    """
+    """Return whether `fully_shard` sharded a parameter over exactly these ranks, in one group or as HSDP."""
     mesh, placements = parameter.device_mesh, parameter.placements
     if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
         return False
+    # If a parameter is already parallel in another way, the placements are (Shard, ...), never (Replicate, Shard).
     return mesh.ndim == 1 or (mesh.ndim == 2 and placements[0].is_replicate() and placements[1].is_shard())
 
 
@@ -162,11 +161,7 @@ _MEANS = ("exp_avg_sq", "square_avg", "sum")
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace gradients by their means over all ranks. Collective: every rank passes the same number of parameters.
-
-    A missing gradient on a rank counts as zeros. If no rank has a gradient for a parameter, it has none afterwards
-    either, because optimizers treat a zero gradient differently from a missing gradient (weight decay, moments).
-    """
+    """Replace gradients by their means over all ranks. Collective: every rank passes the same number of parameters."""
     world = dist.get_world_size(group)
     for bucket in _buckets(parameters):
         grads = [torch.zeros_like(p, dtype=_dtype_of(p)) if p.grad is None else p.grad for p in bucket]
@@ -177,7 +172,7 @@ def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup | N
         dist.all_reduce(flat.div_(world), group=group)  # divide first, as DDP does: a sum of half floats may overflow
         *sums, counts = torch.split(flat, [*(grad.numel() for grad in grads), len(bucket)])
         for parameter, total, found in zip(bucket, sums, counts.tolist(), strict=True):
-            if not found:
+            if not found:  # optimizers treat a zero gradient differently from a missing one (weight decay, moments)
                 continue
             if parameter.grad is None:
                 parameter.grad = total.clone().view_as(parameter)
@@ -304,12 +299,10 @@ def is_adaptive(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 
 def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor | None:
-    """Return the tensor by which an adaptive optimizer divides a gradient, or None for another kind of optimizer.
-
-    Factors that depend only on the number of steps are removed, so that estimates can be averaged over steps.
-    """
+    """Return the tensor by which an adaptive optimizer divides a gradient, or None for another kind of optimizer."""
     if not is_adaptive(state, options):
         return None
+    # Factors that depend only on the number of steps are removed, so that estimates can be averaged over steps.
     step, eps = _step(state, options), options.get("eps", 0.0)
     found: Tensor
     if "exp_avg_sq" in state:

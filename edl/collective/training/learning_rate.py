@@ -1,4 +1,4 @@
-"""Rules that adapt the learning rate to a global batch other than the batch for which the rate was chosen.
+"""Rules that adapt a learning rate to a global batch other than the one that it was chosen for.
 
 For the scale S = batch / base batch, a policy gives the factor by which the rate from your schedule is multiplied:
 
@@ -78,7 +78,7 @@ def _check_warmup(samples: int) -> None:
 
 
 class RateScaling:
-    """Learning rate factor, and progress in samples: samples trained or, for `AdaScale`, steps times `base_batch`."""
+    """Learning rate factor, and progress in samples: those trained or, for `AdaScale`, each gain times `base_batch`."""
 
     def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:
         if base_batch < 1 or batch < 1:
@@ -169,8 +169,8 @@ class SampleSchedule:
             raise SettingsError(f"samples_per_step={samples_per_step}: must be above 0")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise SettingsError(
-                "ReduceLROnPlateau counts evaluations, not steps, so it needs no SampleSchedule: have an Evaluator "
-                "call its step(metric) with on_result=plateau.step, and pass both to the State"
+                "ReduceLROnPlateau counts evaluations, not steps, so it needs no SampleSchedule: create an "
+                "Evaluator with on_result=plateau.step, and pass both to the State"
             )
         self.scheduler = scheduler
         self.samples_per_step = samples_per_step

@@ -203,10 +203,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def handed_rows(self) -> int:
-        """Rows in this rank's next batch.
-
-        This is the rank's share or, if the share is empty, the fewest rows that a model accepts, often 1.
-        """
+        """Rows in this rank's next batch: its share or, if that is empty, the fewest rows that the model accepts."""
         return self.share_rows or min(self._least, self.batch_samples)
 
     def require_rows(self, least: int) -> None:
@@ -250,7 +247,7 @@ class ElasticSampler(Sampler[list[int]]):
             self.consumed += samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, or resume it if the state is already within that epoch.
+        """Begin an epoch, or resume it if the sampler is already within that epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -303,7 +300,7 @@ class ElasticSampler(Sampler[list[int]]):
             raise SettingsError(f"global_batch={global_batch}: must be from 1 to the {self.length} samples of an epoch")
         with self.hold() as handed:
             if at < handed:
-                raise SettingsError(f"cannot change the batch at sample {at}: {handed} were already handed out")
+                raise SettingsError(f"cannot change the batch at sample {at}: {handed} samples were already handed out")
             self._sizes = [size for size in self._sizes if size[0] < at] + [(at, global_batch)]
 
     def __len__(self) -> int:
@@ -418,6 +415,6 @@ class ElasticSampler(Sampler[list[int]]):
             assert self._order is not None
             if self._order[2] != state["order_crc"]:
                 raise ProtocolError(
-                    f"the order of epoch {self.epoch} differs from the saved one: shuffle={self.shuffle} is new, or "
-                    "the version of PyTorch is. Restore the old setting or version, or start the epoch again"
+                    f"the order of epoch {self.epoch} differs from the saved one: shuffle={self.shuffle} or the "
+                    "version of PyTorch is new. Restore the old setting or version, or start the epoch again"
                 )

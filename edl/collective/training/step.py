@@ -166,7 +166,7 @@ def _sizes(mine: int, world: int, how: StepRequirements) -> list[int]:
 
 
 def _check_counted(everyone: Sequence[Sequence[int]], samples: int, how: StepRequirements) -> None:
-    """Refuse batches that cannot be trained together. All ranks know the sizes of all batches."""
+    """Refuse batches that cannot be trained together. Every rank knows all sizes, so all ranks refuse alike."""
     _check_rows([mine or given for _, mine, _, given, _ in everyone if given], how)
     if how.all_backward and not all(given for _, _, _, given, _ in everyone):
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""An optimizer step that is independent of the world size: any number of ranks compute a single process's update.
+"""An optimizer step independent of the world size: any number of ranks update a model as a single process would.
 
 A step's gradient is the mean over the samples of a global batch, optionally weighted per sample. A rank cuts its share
 into micro-batches that fit into the rank's memory. If a micro-batch has n of the batch's B samples and there are W
@@ -7,8 +7,8 @@ computes, is then the mean over the batch, however uneven the shares are. Gradie
 
 The result still depends on the grouping of samples if a layer's output depends on the grouping. BatchNorm normalizes by
 the statistics of one micro-batch on one rank; SyncBatchNorm depends only on how a step is split into micro-batches.
-Modules with collectives in their forward pass (SyncBatchNorm, FSDP) need the same number of micro-batches on every
-rank, so the trainer makes the same number on every rank.
+Modules with collectives in their forward pass (SyncBatchNorm, FSDP) need equally many micro-batches on all ranks, and
+get them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ElasticTrainer:
     Args:
         model: The module to train. If you wrapped the whole module in `DistributedDataParallel` or with `fully_shard`,
             pass the wrapped module.
-        optimizer: Any PyTorch optimizer for the model's parameters whose `step` needs no closure. Gradients of other
+        optimizer: Any PyTorch optimizer of the model's parameters, if its `step` needs no closure. Gradients of other
             parameters are averaged too, but you must apply them: step another optimizer between `synchronize` and
             `step`.
         sampler: Source of the batches. `step` advances the sampler, and the trainer uses the sampler's global batch.
@@ -127,7 +127,7 @@ class ElasticTrainer:
         policy: How the learning rate changes when the batch is not the base batch; see
             `edl.collective.training.learning_rate`.
         auto: Bounds within which the trainer chooses the global batch itself. Requires a policy.
-        schedule: Learning rate schedule, advanced after every step by the samples trained.
+        schedule: Learning rate schedule, advanced after every step to the trainer's `progress`.
         scaler: A `torch.amp.GradScaler` for mixed precision. Losses are scaled, and gradients unscaled before they are
             clipped.
         clip_norm: Largest norm of a step's gradient over all of the optimizer's parameters; None for no clipping.

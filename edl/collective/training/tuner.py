@@ -85,7 +85,7 @@ class AutoBatch:
 
 
 def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
-    """Return a sample's progress, relative to a sample in the base batch. `noise_scale` may be infinite."""
+    """Return the progress per sample, relative to the base batch. `noise_scale` may be infinite."""
     if math.isinf(noise_scale):
         return 1.0
     return (noise_scale + base_batch) / (noise_scale + batch)
@@ -101,9 +101,7 @@ def choose_batch_size(
     world: int,
     max_micro_batch: int | None = None,
 ) -> tuple[int, str]:
-    """Choose the global batch with the largest goodput that the model predicts.
-
-    Returns the batch, and a line for the log.
+    """Choose the global batch with the largest predicted goodput. Returns the batch, and a line for the log.
 
     A batch outside the bounds moves to the nearest bound. Otherwise, the batch at most doubles at once (or grows to one
     sample per rank), because the model is fitted only to measured sizes. If only one micro-batch shape was measured, a
@@ -148,10 +146,7 @@ def choose_batch_size(
 
 
 def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
-    """Return the rows and the number of micro-batches on the rank with the most samples.
-
-    If there is only one rank, it needs two micro-batches to measure noise.
-    """
+    """Return rows per micro-batch and micro-batches per step on the fullest rank; a lone rank needs 2 for the noise."""
     rows = -(-batch // world)
     parts = -(-rows // max_micro_batch) if max_micro_batch else 1
     if world == 1:

@@ -63,11 +63,7 @@ class PinnedStaging:
     def copy_tensors(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], write: Callable[[Sequence[CopyPiece]], object]
     ) -> None:
-        """Copy GPU tensors to CPU tensors.
-
-        Each pair is a CPU tensor and the GPU tensor to copy to it. `write` copies pieces from a buffer, and returns
-        when they are copied.
-        """
+        """Copy each pair's second tensor, on a GPU, to its first, on the CPU. `write` copies pieces, then returns."""
         for device in dict.fromkeys(source.device for _, source in pairs):
             self._copy_from(device, [pair for pair in pairs if pair[1].device == device], write)
 
@@ -96,7 +92,7 @@ class PinnedStaging:
 def _batches(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], nbytes: int, stream: torch.cuda.Stream
 ) -> Iterator[list[tuple[Any, torch.Tensor]]]:
-    """Yield lists of target and source parts, each list as large as a buffer."""
+    """Yield lists of target and source parts. Each list fills a buffer, except perhaps the last."""
     batch: list[tuple[Any, torch.Tensor]] = []
     room = nbytes
     for target, source in pairs:
@@ -140,7 +136,7 @@ def _empty_buffer(filled: _Filled, write: Callable[[Sequence[CopyPiece]], object
 
 
 def _pinned_buffer(nbytes: int) -> torch.Tensor:
-    """Return a pinned buffer, which the GPU can write to directly, or an ordinary buffer if the system has none."""
+    """Return a pinned buffer, which the GPU can write to directly, or an ordinary one if the system refuses that."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as exc:
@@ -153,13 +149,10 @@ _MOST_THREADS: Final = 4  # with more, memory bandwidth is used up
 
 
 class TensorCopier:
-    """Copies tensors to other tensors of the same shapes and dtypes. Only one caller may use a copier at a time.
-
-    `threads` includes the caller's thread; the default is this rank's share of the cores, at most 4.
-    """
+    """Copies tensors to others of equal shapes and dtypes, for one caller at a time. `threads` includes the caller."""
 
     def __init__(self, threads: int | None = None) -> None:
-        if threads is None:
+        if threads is None:  # this rank's share of the cores
             cores = len(os.sched_getaffinity(0)) // (read("LOCAL_WORLD_SIZE", positive_int) or 1)
             threads = max(1, min(cores, _MOST_THREADS))
         self._helpers = threads - 1
@@ -188,7 +181,7 @@ class TensorCopier:
         self._copy_pieces(pieces)
 
     def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
-        """Copy pieces. This thread and its helpers take one at a time. It waits only for helpers that have begun."""
+        """Copy pieces: this thread and helpers each take one at a time. Helpers that have not begun are cancelled."""
         waiting = deque(part for piece in pieces for part in _cut_pieces(*piece))
 
         def work() -> None:
@@ -244,7 +237,7 @@ class SlotWriter:
     def _slot_views(
         self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[TensorEntry, ...], nbytes: int
     ) -> list[torch.Tensor]:
-        """Return the tensors of a slot, which are created once for each layout."""
+        """Return a slot's tensors, which are created again only if their layout or the mapping has changed."""
         known = self._views.get(number)
         if known is not None and known[0] is memory and known[1] == entries:
             return known[2]

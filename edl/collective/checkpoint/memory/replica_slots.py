@@ -1,9 +1,9 @@
-"""Keeps states for replicas on a node's peer, and names the files of these states. Workers and agents use this module.
+"""Keeps the states that a node replicates on its peer, and names their files. Workers and agents use this module.
 
 Replicas of a lost host's shards are useful only if all ranks' shards from the same step can be found. So about every 10
-s, all ranks agree on a save whose state is *kept*: the slot's file has a second name until the next state is kept.
-Until then, the agent has time to send the kept state to its peer. The kept states are therefore the same on all nodes,
-and agents need not ask one another.
+s, all ranks agree on a save whose state is *kept*: the slot's file gets a second name, so that no later save overwrites
+the state while the agent sends it to its peer. The kept states are therefore the same on all nodes, and agents need not
+ask one another.
 
 ::
 
@@ -13,9 +13,9 @@ and agents need not ask one another.
     replicas/NODE-0.0, .1 the last two of another node's local rank 0, as its agent sent them
     replicas/wanted       the agent's request to keep the next state
 
-The request identifies the newest state that was sent completely. If a worker has already kept a newer state, it does
-not agree to keep another state. So on every node, the older of two kept states has a replica until the newer state has
-one. When all ranks agree to keep a third state, the first is removed before the third is written.
+An agent that has sent the newest kept state requests a state newer than that one. A worker that has already kept a
+newer state does not agree to keep another. So on every node, the older of two kept states has a replica until the newer
+state has one. When all ranks agree to keep a third state, the first is removed before the third is written.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ReplicaFolder:
         return None
 
     def drop_older_than(self, version: StateVersion) -> None:
-        """Remove the replicas for workers whose replicas are all older than `version`."""
+        """Remove the replicas of workers whose replicas are all older than `version`."""
         for prefix in self.slot_prefixes():
             if all(slot.header.version < version for slot in find_slots(prefix)):
                 for path in (prefix.with_name(prefix.name + end) for end in (".0", ".1")):
@@ -91,10 +91,7 @@ class ReplicaFolder:
 
 
 class ReplicaSlots:
-    """A worker's states that are kept for replicas, and other nodes' replicas.
-
-    Kept states are in `slots`. Only read or invalidate kept states.
-    """
+    """A worker's kept states, in `slots` (only read or invalidate them), and other nodes' replicas."""
 
     def __init__(self, slots: Path, folder: ReplicaFolder) -> None:
         self.slots = SlotPair(kept_prefix(slots))
@@ -110,12 +107,12 @@ class ReplicaSlots:
         return None if folder is None else cls(slots, ReplicaFolder(folder))
 
     def is_state_requested(self) -> bool:
-        """Return whether the agent requests another state, because it has sent all states that are kept here."""
+        """Return whether the agent requests a state newer than all states that are kept here."""
         word = self._folder.requested_version() if not self._given_up else None
         return word is not None and all(slot.header.version <= word for slot in self.slots.find_complete())
 
     def free_oldest_slot(self) -> None:
-        """Free the memory of the older of two kept states."""
+        """Free the memory of the older of two kept states, or make it the spare file."""
         there = [path for path in self._names if path.exists()]
         if len(there) == len(self._names):
             versions = {found.path: found.header.version for found in self.slots.find_complete()}
@@ -133,7 +130,7 @@ class ReplicaSlots:
         os.link(saved.path, next(path for path in self._names if not path.exists()))
 
     def stop_keeping(self) -> bool:
-        """Stop keeping states because there is no room for more. Returns whether any state was kept."""
+        """Remove the kept states and keep no more, for lack of room. Returns whether anything was removed."""
         self._given_up = True
         held = [path for path in (*self._names, self._spare) if path.exists()]
         for path in held:
@@ -144,10 +141,7 @@ class ReplicaSlots:
         return self._folder.find_replicas()
 
     def drop_newer_than(self, version: StateVersion) -> None:
-        """Invalidate kept states newer than the state that the world resumed from.
-
-        The next kept state then replaces them.
-        """
+        """Have the next kept state replace one that is newer than `version`, from which the world resumed."""
         found = self.slots.find_complete()
         older = [slot for slot in found if slot.header.version <= version]
         if older and len(older) < len(found):

@@ -44,7 +44,7 @@ class RestorePlan:
     generation: int  # the state; `world` is the number of ranks that saved it
     step: int
     world: int
-    holders: tuple[int, ...]  # for each of these, the present rank that has its part; -1 if another held the same
+    holders: tuple[int, ...]  # by saving rank: the present rank that has its part; -1 if that part is not used
     sources: tuple[int, ...]  # for each present rank, the rank whose slot it copies; empty to reassemble parts
     parts: tuple[int, ...]  # for each present rank, the rank of that world whose part it takes
     from_replicas: bool = False  # whether some part is in no rank's own slots, but only in a replica, which may be old
@@ -66,9 +66,8 @@ def choose_state(
     that held the same shards; any of these ranks is a better source than a replica, because a replica's state must be
     compared with the state in storage.
 
-    `before` is the step after which the workers hung, or None if they did not hang. If they hung, a state from before
-    that step is preferred if every rank of this world has its own part of that state. So whatever the script did after
-    step `before` is repeated.
+    `before` is the step after which the workers hung, or None. A state from before that step is preferred if every rank
+    of this world has its own part of that state, so that whatever the script did after step `before` is repeated.
     """
     held = _group_by_state(offers)
     size = len(offers)
@@ -97,13 +96,8 @@ def choose_state(
 def _newest_entire(
     newest: StateVersion, held: dict[StateVersion, dict[int, list[int]]], size: int
 ) -> tuple[StateVersion, dict[int, list[int]]]:
-    """Return the newest state of which all ranks have their own parts.
-
-    Returns `newest` if there is no such state, or if the size of the world has changed.
-
-    If `newest` were always used, a rank that died before its save would get another rank's part, and its random numbers
-    would start over.
-    """
+    """Return the newest state of which all ranks have their own parts; `newest` if none, or if the size has changed."""
+    # With `newest`, a rank that died before its save gets another rank's part, and its random numbers start over.
     for state in sorted(held, reverse=True):
         if state[2] == size == newest[2] == len(held[state]):
             return state, held[state]
@@ -111,7 +105,7 @@ def _newest_entire(
 
 
 def _equal_parts(state: StateVersion, parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
-    """For each part that no rank offers, return an offered part with the same shards. Several such parts take turns."""
+    """Return an offered part with the same shards for each part that no rank offers; several such parts take turns."""
     alike: dict[int, list[int]] = {}
     for header, equals in sorted(same.items()):
         if header.version == state and header.rank in parts:
@@ -211,8 +205,8 @@ def restore_from_memory(
         return None
     if hung is not None and plan.step >= hung:
         logger.warning(
-            "the workers hung after step %d, and no earlier state is in memory: if the script did something there, "
-            "such as an evaluation without Checkpointer.evaluate(), that is skipped",
+            "the workers hung after step %d, and no earlier state is in memory: whatever the script did after that "
+            "step, such as an evaluation without Checkpointer.evaluate(), is skipped",
             plan.step,
         )
     inherited = first > plan.generation
@@ -256,8 +250,7 @@ def _gather_offers(
     """Gather what the ranks hold.
 
     Returns the headers of each rank's own slots, and of the replicas that each rank finds; for each slot, the ranks
-    that held the same shards; the earliest generation in which an agent of this world joined; and the step of the first
-    hang.
+    that held the same shards; the earliest generation in which an agent joined; and the step of the first hang.
     """
     mine: list[Any] = [
         *([_header_row(found.header) for found in kind] for kind in (held.own, held.replicas)),
@@ -279,10 +272,7 @@ def _gather_offers(
 
 
 def _shard_holders(found: CompleteSlot, group: ranks.Group) -> list[int]:
-    """Return the ranks that held the same shards as a slot.
-
-    Returns [] unless `group` is the default group, because another group numbers its ranks differently.
-    """
+    """Return the ranks that held the same shards as a slot; [] unless `group` is None: other groups renumber ranks."""
     meta = found.read_metadata() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
 
@@ -368,7 +358,7 @@ def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
 
 
 def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: ranks.Group) -> None:
-    """Broadcast every part of a sharded state; each rank takes the regions that it holds now."""
+    """Broadcast every part of a sharded state; each rank takes the regions that it needs now."""
     loading, seen = None, set()
     offered = [(part, holder) for part, holder in enumerate(plan.holders) if holder >= 0]
     for part, holder in offered:

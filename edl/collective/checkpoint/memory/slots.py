@@ -204,11 +204,8 @@ def find_marked_slots(prefix: Path) -> list[CompleteSlot]:
 
 
 def unmark_slot(prefix: Path, stored: StateVersion) -> None:
-    """Remove a worker's mark for storage if the marked state is `stored` or older.
-
-    The worker may mark a newer state at any moment. So the mark is renamed before it is read, and put back if the
-    marked state is newer.
-    """
+    """Remove a worker's mark for storage if the marked state is `stored` or older."""
+    # The worker may mark a newer state at any moment: rename the mark before reading it, and put a newer one back.
     marked, taken = marked_path(prefix), storing_path(prefix)
     taken.unlink(missing_ok=True)  # renaming to another name of the same file would do nothing
     try:
@@ -217,7 +214,7 @@ def unmark_slot(prefix: Path, stored: StateVersion) -> None:
         return
     found = read_slot(taken)
     if found is not None and found.header.version > stored:
-        with contextlib.suppress(FileExistsError):  # the worker has marked a still newer one
+        with contextlib.suppress(FileExistsError):  # the worker has marked a still newer state
             os.link(taken, marked)
     taken.unlink(missing_ok=True)
 
@@ -365,10 +362,7 @@ class SlotPair:
             path.unlink(missing_ok=True)
 
     def keep_only_slot(self, kept: CompleteSlot) -> None:
-        """Invalidate a newer state in the other slot, so that the next save overwrites it instead of `kept`.
-
-        `kept` is the state from which the world resumed.
-        """
+        """Invalidate a newer state in the other slot: the next save must spare `kept`, from which the world resumed."""
         other = self._paths[1 - self._paths.index(kept.path)]
         found = read_slot(other)
         if found is not None and found.sequence > kept.sequence:
@@ -458,10 +452,7 @@ def new_private_prefix() -> Path:
 
 
 def lock_private_slots(owner: object, prefix: Path) -> Callable[[], object]:
-    """Lock `prefix`.lock. Returns a function that removes the slots and the lock.
-
-    The function is also called when `owner` is collected, and at exit.
-    """
+    """Lock `prefix`.lock. Returns a finalizer of `owner` (`weakref.finalize`) that removes the slots and the lock."""
     return weakref.finalize(owner, _remove_slots, slot_files(prefix), *_open_lock(prefix), os.getpid())
 
 

@@ -1,7 +1,7 @@
 """Saves and restores the fields of a `State`: modules, optimizers, objects with a state, plain values.
 
-Modules are saved without their wrappers (`DistributedDataParallel`, `torch.compile`). An optimizer's state is saved by
-the names of parameters instead of their numbers. So a state saved with one wrapping can be loaded with another.
+Modules are saved without their wrappers (`DistributedDataParallel`, `torch.compile`). An optimizer's state is keyed by
+parameter names instead of parameter numbers. So a state saved with one wrapping can be loaded with another.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def field_kind(value: Any) -> FieldKind:
 
 
 def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
-    """Return all names of the parameters of modules in `fields`. A name that occurs twice includes the field's name."""
+    """Return the names of all parameters of modules in `fields`. A repeated name gets the field's name as a prefix."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for field, value in fields:
@@ -117,10 +117,7 @@ def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tens
 
 
 def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:
-    """Return the parameters of an optimizer, whose state is sharded like its parameters.
-
-    The keys are those of the optimizer's state, such as `optimizer.state.NAME.exp_avg`, without their last part.
-    """
+    """Return an optimizer's parameters, whose sharding its state shares, by keys such as `optimizer.state.NAME`."""
     if not isinstance(value, torch.optim.Optimizer):
         return {}
     return {f"{field}.state.{name}": parameter for name, parameter in _parameters(value, names)}
@@ -220,7 +217,7 @@ def _load_optimizer(field: str, optimizer: torch.optim.Optimizer, form: Any, nam
         here = {parameters[number][0] for number in numbers}
         if here != set(saved["params"]):
             odd = sorted(map(str, here ^ set(saved["params"])))[:5]
-            raise SettingsError(f"{field}: its parameters differ from the saved ones, among them {', '.join(odd)}")
+            raise SettingsError(f"{field}: its parameters differ from the saved ones, for example {', '.join(odd)}")
         groups.append({**saved, "params": list(numbers)})
     state = {number_of[name]: dict(values) for name, values in form["state"].items()}
     try:

@@ -5,7 +5,7 @@ A loader's own `state_dict` does not cover some cases (torchdata 0.11):
 - Iterating over a loader draws a seed. A resumed epoch draws another seed, so random numbers are restored after that
   draw.
 - A loader that was never iterated over starts its worker processes when it is asked for its state.
-- Some samplers and datasets cannot be resumed exactly, and torchdata reports no error. They are refused here.
+- Some samplers and datasets cannot be resumed exactly, and torchdata reports no error. This module refuses them.
 - A stream, or a sampler with a state, keeps a restored position until something is read. Torchdata doesn't read from a
   stream that has ended, so the next epoch begins at that position, with nothing left to read. Such an object also
   reports a wrong state if it is asked for its state before it has read anything.
@@ -75,7 +75,7 @@ def prepare_loader(loader: Any) -> None:
 
 
 def loader_position(loader: Any) -> dict[str, Any]:
-    """Return a `StatefulDataLoader`'s position as plain values and tensors; {} if it was not iterated over."""
+    """Return a loader's position as plain values and tensors; before an iteration, the restored position or {}."""
     _check_samplers(loader)
     prepare_loader(loader)
     maker: _IteratorMaker = loader._get_iterator
@@ -97,10 +97,7 @@ def loader_position(loader: Any) -> dict[str, Any]:
 
 
 def resume_loader(loader: Any, place: dict[str, Any]) -> None:
-    """Have the next iteration of a `StatefulDataLoader` resume at a position.
-
-    Unless the epoch is finished, the iterator is made only on request, so that `set_epoch` can be called first.
-    """
+    """Have the next iteration of a `StatefulDataLoader` resume at a position."""
     maker = _IteratorMaker(loader, place)
     if place and maker.source is not None and place.get("form") != _FORM:
         raise SettingsError(
@@ -111,11 +108,12 @@ def resume_loader(loader: Any, place: dict[str, Any]) -> None:
     loader.load_state_dict(place.get("state", {}))
     loader._iterator = None
     loader._get_iterator = maker
+    # In an unfinished epoch, the iterator is made only on request, so that `set_epoch` can be called first.
     if place.get("state", {}).get("_iterator_finished"):
         loader._iterator = maker()
 
 
-_FORM: Final = 2  # of a position; in the first one, torchdata iterated over streams and samplers directly
+_FORM: Final = 2  # of a position; in form 1, torchdata iterated over streams and samplers directly
 
 
 class _IteratorMaker:
@@ -140,7 +138,7 @@ class _IteratorMaker:
         drawn = torch.get_rng_state()
         finished = place.get("state", {}).get("_iterator_finished")
         if finished and self.source is not None and _is_hugging_face(self.source.inner):
-            # Its place is before the end, and would count only in an epoch of the same number.
+            # Its place is before the end, and would count only in an epoch with the same number.
             place["state"]["_steps_since_snapshot"] = 0
             for worker in _dataset_states(place["state"]):
                 worker["fetcher_state"]["dataset_iter_state"]["ended"] = True
@@ -177,10 +175,7 @@ class _IteratorMaker:
 
 
 class _WorkerInit:
-    """The first function that a worker process runs.
-
-    Shows the script its own dataset instead of a `_Source`, and calls the script's own function.
-    """
+    """Runs first in a worker process: shows the script its dataset, not a `_Source`, and calls its `worker_init_fn`."""
 
     def __init__(self, function: Callable[[int], object] | None) -> None:
         self._function = function
@@ -198,8 +193,8 @@ _END: Final = object()
 class _Source:
     """A stream or sampler as torchdata sees it, for all epochs of a process.
 
-    `seen` says whether the source has yielded a sample in any process. `first` is the result of the first read after
-    the restart: a reader's state or `_END`. The first read of the next epoch is compared with `first`.
+    `seen` says whether the source has yielded a sample in any process. `first` is a reader's state after the first read
+    since the restart, or `_END`. It is compared with the state after the first read of the next epoch.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -230,7 +225,7 @@ class _Reader:
     def __init__(self, source: _Source) -> None:
         self._source = source
         self._iterator: Any = None
-        self._loaded: dict[str, Any] | None = None  # its state, until something is read
+        self._loaded: dict[str, Any] | None = None  # the restored state, until something is read
         self._read = False
         self._ended = False
 
@@ -352,7 +347,7 @@ def _check_samplers(loader: Any) -> None:
 
 
 def _draws_order(loader: Any) -> bool:
-    """Return whether the order of an epoch is drawn at its start, from the generator of the loader's seeds."""
+    """Return whether an epoch's order is drawn at its start, from the generator that also draws the loader's seeds."""
     module = sys.modules["torchdata.stateful_dataloader.sampler"]
     sampler = loader.sampler
     return (
@@ -364,7 +359,7 @@ def _draws_order(loader: Any) -> bool:
 
 
 def _dataset_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the dataset's part of the loader's state: one part, or one part for every worker process."""
+    """Return the dataset's parts of a loader's state: one, or one per worker process."""
     if "_snapshot" not in state:
         return [state]
     return [worker for worker in state["_snapshot"]["_worker_snapshots"].values() if worker]

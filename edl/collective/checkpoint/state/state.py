@@ -69,7 +69,7 @@ class CapturedState:
     meta: bytes  # metadata, in the form that `edl.collective.checkpoint.encoding.parse_meta` reads
     entries: tuple[TensorEntry, ...]  # positions of the tensors in the data
     tensors: list[torch.Tensor]  # this rank's parts, on their devices
-    holders: frozenset[int] = frozenset()  # ranks with the same shards, if any; with `per_rank` fields only this one
+    holders: frozenset[int] = frozenset()  # ranks with the same shards, if any; with `per_rank` fields, only this rank
 
     @property
     def data_nbytes(self) -> int:
@@ -93,9 +93,8 @@ class State:
       if the world has the same size and the rank's host is still part of the world.
     - `per_rank` fields also belong to one rank alone, but are never lost. An example is the position in a stream of
       which every rank reads a different part. These fields are restored exactly or not at all, if necessary from a
-      replica on another host. A world of another size cannot restore them and is refused. A `StatefulDataLoader` from
-      torchdata is always such a field, unless it is named in `local`. Add the loader to the state before you iterate
-      over it.
+      replica on another host, and only into a world of the same size. A `StatefulDataLoader` from torchdata is always
+      such a field, unless it is named in `local`. Add the loader to the state before you iterate over it.
 
     Args:
         rng: Whether to also save, for every rank, the states of Python's, numpy's and torch's random number generators.
@@ -163,7 +162,7 @@ class State:
         """Call the registered functions in the order in which they were registered.
 
         Args:
-            change: The `WorldChange` to pass to them.
+            change: The `WorldChange` to pass to the functions.
         """
         for adjust in self._adjust:
             adjust(change)
@@ -220,10 +219,7 @@ class State:
         )
 
     def begin_restore(self) -> None:
-        """Remember this state's meshes.
-
-        A restarted script has only these meshes, so a later save with other meshes is refused.
-        """
+        """Remember this state's meshes: a restarted script has no others, so a later save with others is refused."""
         vars(self)["_meshes"] = self._live_tensors(self._fields).meshes
 
     def _check_restorable(self, entries: Iterable[TensorEntry], layouts: Sequence[ShardLayout]) -> None:
@@ -258,7 +254,7 @@ class State:
             local: Whether to also restore what belongs to this rank alone.
 
         Returns:
-            The restore. Fill the tensors of the restore, then call its `finish`.
+            The restore: fill its tensors, then call its `finish`.
 
         Raises:
             SettingsError: `local` is False, but the state has `per_rank` fields.

@@ -127,7 +127,7 @@ class LiveMeshes:
                     self._meshes[mesh] = shard_layout(tensor)
 
     def find_mesh(self, layout: ShardLayout) -> Any:
-        """Return a mesh with the same names and dimensions, if possible with the same ranks or else the same shape."""
+        """Return a mesh with as many dimensions and the same names, preferably with the same ranks, or else shape."""
         alike = [
             (own.ranks == layout.ranks, own.mesh_shape == layout.mesh_shape, mesh)
             for mesh, own in self._meshes.items()
@@ -178,7 +178,7 @@ class TensorCollector:
     _known: dict[Any, tuple[int, frozenset[int]]] = field(default_factory=dict)
 
     def __call__(self, value: Any, path: Path) -> int:
-        """Collect a tensor or numpy array. Returns the number that it gets."""
+        """Collect a tensor or numpy array. Returns its number."""
         key = dotted(path)
         if key in self._keys:
             raise SettingsError(f"two tensors of the state are both named {key}: rename a field or a key")
@@ -222,12 +222,12 @@ def _check_plain(key: str, tensor: torch.Tensor, made_anew: bool) -> None:
         raise SettingsError(f"{key} has no shape yet: run a batch through its module before the state is saved")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         what = "nested" if tensor.is_nested else tensor.layout
-        raise SettingsError(f"{key} is a {what} tensor on {tensor.device}: only dense ones can be saved")
+        raise SettingsError(f"{key} is a {what} tensor on {tensor.device}: only dense tensors can be saved")
     kind = type(tensor)
     own_bytes = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not is_sharded(tensor) and (not own_bytes or (made_anew and kind not in (torch.Tensor, torch.nn.Parameter))):
         raise SettingsError(
-            f"{key} is a {kind.__module__}.{kind.__qualname__}, which would be restored as a plain tensor: give the "
+            f"{key} is a {kind.__module__}.{kind.__qualname__}, which would be restored as a plain tensor: save the "
             "plain tensors that it consists of, or an object with state_dict() and load_state_dict()"
         )
 
@@ -275,7 +275,7 @@ class LiveTensors:
 
     in_place: Mapping[str, torch.Tensor]  # tensors that are filled in place
     alike: Mapping[str, torch.Tensor]  # tensors that are replaced by new ones like them
-    parameters: Mapping[str, torch.Tensor]  # whose sharding optimizer state shares, by its keys without the last part
+    parameters: Mapping[str, torch.Tensor]  # by their optimizer state's keys less the last part; sharded alike
     meshes: LiveMeshes  # meshes over which any of these is sharded
 
     def restore_target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:

@@ -221,14 +221,14 @@ def _translated() -> Iterator[None]:
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
-    """Return a URL or path that stays valid for the same folder after the script has changed its working directory."""
+    """Return a URL or path that names the same folder even after the script has changed its working directory."""
     url = os.fspath(url)
     # fsspec takes file:/folder and local:/folder too, without `://`, and expands ~ itself.
     return url if not url or "://" in url or url.startswith(("~", "file:", "local:")) else str(Path(url).absolute())
 
 
 class CheckpointFolder:
-    """Checkpoints under one URL. All errors are `OSError`. `written_nbytes` shows whether writing makes progress."""
+    """Checkpoints under one URL. A storage's errors are `OSError`. `written_nbytes` shows if writing makes progress."""
 
     def __init__(self, url: str) -> None:
         import fsspec.core  # type: ignore[import-untyped]

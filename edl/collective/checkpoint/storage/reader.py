@@ -73,7 +73,7 @@ class _Span:
 
 
 def restore_from_storage(state: State, url: str, group: ranks.Group = None) -> RestoredState | None:
-    """Restore the newest checkpoint under `url` with all needed parts undamaged; None if none exists. Collective.
+    """Restore the newest checkpoint under `url` whose needed parts are undamaged; None if there is none. Collective.
 
     Raises:
         TemporaryError: The storage cannot be read.
@@ -99,10 +99,7 @@ def newest_stored(url: str, group: ranks.Group = None, *, run: str = "") -> tupl
 
 
 def _share_names(folder: CheckpointFolder, group: ranks.Group) -> Iterator[CheckpointName]:
-    """Yield the names of the complete checkpoints that the first rank sees.
-
-    So all ranks try the same checkpoints.
-    """
+    """Yield the names of the complete checkpoints that the first rank sees, so that all ranks try the same ones."""
     mine = folder.list_checkpoints() if ranks.rank_of(group) == 0 else []
     names = [str(name) for name in mine if folder.is_published(name)]
     src = ranks.global_rank(0, group)
@@ -230,7 +227,7 @@ def _group_items(items: Iterable[_Item]) -> list[_Span]:
 
 
 def _assign_readers(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
-    """Return each span with the rank that reads the span: the rank that has the least to read so far."""
+    """Return each span with its reader: the rank that has the least to read so far."""
     loads = [0] * world
     shared = []
     for span in spans:

@@ -81,11 +81,9 @@ class CheckpointWriter:
     def write_newest(self, slots: Sequence[Path], *, marked: bool = False) -> tuple[int, bool] | None:
         """Store the newest state that all of `slots` hold and that is not stored yet.
 
-        With `marked`, only a state that workers marked for storage is stored.
-
-        Returns the step, and whether the checkpoint is complete (True) or lacks other nodes' parts. Returns None if
-        nothing was stored: there was nothing to store, the run has no name, the fence refused the state, or a newer
-        state has been marked.
+        With `marked`, only a state that workers marked for storage is stored. Returns the step, and whether the
+        checkpoint is complete (True) or lacks other nodes' parts. Returns None if there was nothing to store, the run
+        has no name, the fence refused the checkpoint, or a newer state has been marked.
 
         Raises:
             TemporaryError: The storage failed, there was too little memory, or the state was overwritten too soon.
@@ -112,12 +110,12 @@ class CheckpointWriter:
         except _OverwrittenError as exc:
             if not marked:
                 raise
-            logger.warning("%s: the next one will be", exc)
+            logger.warning("%s: the next state will be stored", exc)
             return None
         except OSError as exc:
             raise TemporaryError(f"storage {self._folder.url} did not accept step {step}: {exc}") from exc
         except MemoryError as exc:
-            raise TemporaryError(f"no memory for the copy from which step {step} is stored") from exc
+            raise TemporaryError(f"not enough memory to store step {step}") from exc
         return None if committed is None else (step, committed)
 
     def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
@@ -150,10 +148,8 @@ class CheckpointWriter:
                 storing_path(prefix).unlink(missing_ok=True)
 
     def _write_together(self, name: CheckpointName, copies: Sequence[PinnedSlot]) -> None:
-        """Write several ranks' parts at a time. Raises the first error once the writes in progress have ended.
-
-        The threads are daemons: an executor's threads would keep the process from exiting while the storage hangs.
-        """
+        """Write several ranks' parts at a time. Raises the first error once the writes in progress have ended."""
+        # Threads of an executor, which are no daemons, would keep the process from exiting while the storage hangs.
         for begin in range(0, len(copies), _WRITERS):
             some = copies[begin : begin + _WRITERS]
             calls = [start_call("edl-store", partial(self._write_rank, name, copy)) for copy in some]
@@ -219,7 +215,7 @@ class CheckpointWriter:
         return Manifest(name.step, name.generation, world, files, name.run)
 
     def _remove_old(self, newest: CheckpointName) -> None:
-        """Remove complete checkpoints beyond `keep`, and incomplete checkpoints older than a complete one."""
+        """Remove complete checkpoints beyond `keep`, and incomplete checkpoints older than `newest`."""
         complete = []
         names = self._folder.list_checkpoints()
         older = names[names.index(newest) :] if newest in names else []  # newer checkpoints are left alone
@@ -316,7 +312,7 @@ class CheckpointPersister:
             self._loop.wake()
 
     def store_newest(self) -> None:
-        """Store the newest state in the background, marked or not, because a worker died or the job has ended."""
+        """Store the newest state in the background, marked or not. Call it when a worker died or the job has ended."""
         self._newest_requests += 1
         self.wake()
 
@@ -339,9 +335,9 @@ class CheckpointPersister:
     def close(self, timeout_s: float, *, patient: bool = False, retry_s: float = 0.0) -> bool:
         """Store all requested and marked states. If this takes longer than `timeout_s` seconds, report it and give up.
 
-        Use `patient` at the end of a job, because the last state is the job's result. With `patient`, any failure is
-        retried, and the call gives up only after the storage has made no progress for `timeout_s` seconds. Otherwise,
-        failures are retried for `retry_s` seconds. Returns whether everything is stored.
+        With `patient`, for the end of a job, whose last state is its result, any failure is retried, and the call gives
+        up only after the storage has made no progress for `timeout_s` seconds. Otherwise, failures are retried for
+        `retry_s` seconds. Returns whether everything is stored.
         """
         if self._loop is None or self._writer is None:
             return True
@@ -415,7 +411,7 @@ class CheckpointPersister:
         if is_new:
             if not isinstance(error, EDLError):
                 logger.error("a bug in EDL", exc_info=error.__cause__)
-            self._report(f"{error}; earlier checkpoints are unchanged, and it is tried again")
+            self._report(f"{error}; earlier checkpoints are unchanged, and storing is retried")
         return False
 
     def _compare_pace(self, took_s: float) -> None:

@@ -470,7 +470,7 @@ def test_handed_out_batch_is_not_changed() -> None:
     sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
     batches = iter(sampler)
     next(batches), next(batches)
-    with pytest.raises(SettingsError, match="20 were already handed out"):
+    with pytest.raises(SettingsError, match="20 samples were already handed out"):
         sampler.resize(5, at=10)
 
 

@@ -33,7 +33,7 @@ def test_unstored_last_state_is_stored_later(tmp_path: Path) -> None:
         node.wait()
 
         node = job.start()
-        wait_until(lambda: "it is tried again" in node.output, "the storage refuses")
+        wait_until(lambda: "storing is retried" in node.output, "the storage refuses")
         node.process.terminate()
         wait_until(lambda: "asked again, this node leaves without storing it" in node.output, "it goes on trying")
         node.process.terminate()

@@ -94,7 +94,7 @@ class TopK:
             rows: A position or slice, which returns views of the same memory; or indices, or a mask.
         """
         if self.ids.ndim < 2:
-            raise SettingsError("top-k labels of one sample have no rows to select; its classes are `ids`")
+            raise SettingsError("top-k labels of one sample have no rows to select; the sample's classes are in `ids`")
         tail_lse = self.tail_lse[rows, ...] if isinstance(rows, int | np.integer) else self.tail_lse[rows]
         return TopK(self.ids[rows], self.values[rows], tail_lse, self.temperature, self.classes)
 
@@ -107,7 +107,7 @@ class TopK:
         return TopK(function(self.ids), function(self.values), function(self.tail_lse), self.temperature, self.classes)
 
     def to(self, *args: Any, **kwargs: Any) -> TopK:
-        """Return the same labels, as tensors, moved to a device. Trainers of other libraries call this to move batches.
+        """Return the labels, whose arrays must be tensors, moved to a device. Other libraries' trainers call this.
 
         Args:
             *args: Positional arguments of the tensors' `to`.

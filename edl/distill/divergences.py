@@ -106,8 +106,8 @@ def soft_cross_entropy(
         student_logits: Logits of the student, floating-point [rows, ..., classes].
         teacher: Outputs of the teacher, of the same shape.
         temperature: Temperature T, above 0.
-        teacher_is: Kind of the teacher's outputs. Probabilities p become p^(1/T), scaled to sum to 1, which is the
-            distribution that their logits would give. On the CPU, an error is raised if the values are not
+        teacher_is: Kind of the teacher's outputs. Probabilities p become p^(1/T), scaled to sum to 1, as softmax would
+            give for the teacher's logits at temperature T. On the CPU, an error is raised if the values are not
             probabilities.
         reduction: Reduction over rows; see `edl.distill.losses`.
     """
@@ -146,7 +146,7 @@ def top_k_kl(student_logits: T, teacher: TopK, *, reduction: Reduction = "mean")
     probability out of the k classes, or into them, at no cost.
 
     There is no reverse direction. A teacher that is confident in its top k gives the tail almost no probability, but an
-    untrained student gives it nearly all, so KL(student ‖ teacher) would be huge.
+    untrained student gives the tail nearly all of it, so KL(student ‖ teacher) would be huge.
 
     Args:
         student_logits: Logits of the student, floating-point [rows, ..., classes].
@@ -324,7 +324,7 @@ def mixed_losses(losses: Any, student_logits: Any, targets: Any | None, hard_wei
 
 
 def kept_rows(mask: Any | None, rows_of: Any) -> Any | None:
-    """Return a bool or integer mask [rows, ...] as bool; None if it is None. `rows_of`: a tensor [rows, ..., any]."""
+    """Return a bool or integer mask [rows, ...] as bool; None for None. `rows_of`: a tensor [rows, ..., any]."""
     if mask is None:
         return None
     framework = framework_of(rows_of)
@@ -342,7 +342,7 @@ def kept_rows(mask: Any | None, rows_of: Any) -> Any | None:
 
 
 def total(losses: Any, kept: Any | None, token_count: Any, reduction: Reduction) -> Any:
-    """Return losses [rows, ...], their sum, or their sum divided by the number of tokens, at least 1."""
+    """Return losses [rows, ...], their sum, or their sum divided by the number of tokens (at least 1)."""
     if kept is not None:
         losses = framework_of(losses).module.where(kept, losses, 0.0)
     if reduction != "mean":
@@ -533,10 +533,10 @@ def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocab
         tail = teachers_part(teacher.tail_lse, student)
         known = ids < student.shape[-1]
         ids = ids.masked_fill(~known, 0)
-        # Counted, not set, so that the id that replaces an unknown class does not undo a known one.
+        # Counted, not set: the 0 that replaces an unknown class would otherwise overwrite a known class 0.
         named = framework.count(scaled, ids, known) > 0
         tail = module.logaddexp(tail, kept.masked_fill(known, lowest).logsumexp(-1))  # of only -inf, Paddle returns NaN
-        # If all of a student's classes are kept, it has no tail: the teacher's tail covers classes that it lacks.
+        # If all classes of the student are kept, there is no tail: the teacher's covers classes that the student lacks.
         tail = tail.masked_fill(named.all(-1), -math.inf)
         buckets = framework.join([kept.masked_fill(~known, -math.inf), tail.unsqueeze(-1)])
         log_p = buckets - buckets.logsumexp(-1, keepdim=True)  # Paddle's `log_softmax` of -inf is about -64

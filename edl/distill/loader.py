@@ -126,7 +126,7 @@ class DistillLoader(Generic[B], abc.ABC):
 
     @abc.abstractmethod
     def to_tensor(self, labels: Array) -> Any:
-        """Return the framework's tensor of `labels`, which may share their memory: nothing else uses the labels."""
+        """Return `labels` as the framework's tensor. It may share their memory, because nothing else uses them."""
 
     @abc.abstractmethod
     def move(self, value: Any, device: Any) -> Any:
@@ -231,7 +231,7 @@ def batch_request(
     if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
         raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
     if cache is not None and ids is None:
-        raise SettingsError("cache without ids: say with ids= where a batch has sample ids; labels are cached by id")
+        raise SettingsError("cache without ids: say with ids= where a batch has its ids; labels are cached by id")
     unasked = no_teachers(teachers)
     groups, router = ([], None) if unasked else resolve_routes(teachers, route, discovery, optional=cache is not None)
     request = LabelRequest(
@@ -258,7 +258,7 @@ def batch_request(
 
 
 def no_teachers(teachers: TeachersLike) -> bool:
-    """Return whether `teachers` is an empty list: no teachers. None means the teachers in the environment."""
+    """Return whether `teachers` is an empty list, that is, no teachers. None means those in the environment."""
     return isinstance(teachers, Sequence | Mapping) and not isinstance(teachers, str) and not teachers
 
 

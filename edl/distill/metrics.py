@@ -48,7 +48,7 @@ class _ReaderCollector(Collector):
             (gauge, "rows_buffered", "Rows read ahead.", stats.rows_buffered),
             (gauge, "cache_queue_bytes", "Bytes of labels queued for the cache.", stats.cache_queue_bytes),
             (gauge, "teachers", "Teachers in use.", stats.teachers_live),
-            (gauge, "discovery_up", "Discovery answers.", not stats.discovery),
+            (gauge, "discovery_up", "1 if discovery answers and no registration lapsed, else 0.", not stats.discovery),
         ):
             found = family(f"edl_reader_{metric}", text, labels=["reader"])
             found.add_metric([name], float(value))

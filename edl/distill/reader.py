@@ -403,7 +403,7 @@ def _sequence_list(item: Item, predictions: list[Any]) -> list[tuple[Any, ...]]:
     places = zip(item.value, [0, *stops], stops, strict=False)
     if len(item.parts) == 1:
         return [(*item.value[0], *predictions)]
-    # Arrays of their own: a user may keep a sequence of each list.
+    # Separate arrays, because a user may keep only one sequence of each list.
     return [(*sample, *(copied(values[start:stop]) for values in predictions)) for sample, start, stop in places]
 
 

@@ -47,7 +47,7 @@ _IDLE_S = 3600.0  # wait when idle: calls and answers wake the thread
 
 @dataclass(eq=False)
 class ScoreCall:
-    samples: Sequence[tuple[Any, ...]]  # of arrays [tokens, ...]; with routes, then each sequence's service number
+    samples: Sequence[tuple[Any, ...]]  # arrays [tokens, ...], followed by the service's number if there are routes
     future: Future[list[Any]]  # of the labels of each sequence
     owner: object  # kept alive until the call has ended
     deadline: float | None  # on the monotonic clock, None for none
@@ -109,10 +109,7 @@ class ScoreCalls:
             self._loop.wake()
 
     def let_go(self) -> None:
-        """End all calls after the scorer was garbage-collected.
-
-        A finalizer calls this, so it only sets a flag and wakes the thread.
-        """
+        """End all calls. The scorer's finalizer calls this, so it only sets a flag and wakes the thread."""
         self._abandoned = True
         self._loop.wake()
 
@@ -342,8 +339,8 @@ class Scorer:
             groups = resolve_teachers(teachers, discovery)
         if len(groups) != 1 and self._router is None:
             raise SettingsError(
-                f"each sequence is scored by one service, not {len(groups)}: create a Scorer for each, or name "
-                "them by domain, as teachers={'math': ..., None: ...}"
+                f"each sequence is scored by one service, not {len(groups)}: create a Scorer for each service, or name "
+                "the services by domain, as teachers={'math': ..., None: ...}"
             )
         self.targets = targets
         self._outputs = (LOGPROBS, TARGET_LOGPROBS) if targets else (LOGPROBS,)
@@ -392,8 +389,8 @@ class Scorer:
 
         Returns:
             A future. Its result is a list with a `TopK` for each sequence, which has one row per token; with `targets`,
-            a pair of the `TopK` and the log-probabilities, float32 [tokens, m]. You can cancel the future. It fails
-            with the same errors as a reader: `NoTeacherError`, `RejectedError`, `BadOutputError`, `SourceError` for a
+            a pair of the `TopK` and the log-probabilities, float32 [tokens, m]. You can cancel the future. Its
+            errors are those of a reader: `NoTeacherError`, `RejectedError`, `BadOutputError`, `SourceError` for a
             sequence that no teacher accepts, and `ClosedError`.
 
         Raises:

@@ -104,7 +104,7 @@ class ReaderStats:
 
 
 def merged(parts: Iterable[ReaderStats]) -> ReaderStats:
-    """Return the sums over several services; if ids clash, the service's number is appended to them."""
+    """Return the sums over several services; if teachers' ids clash, the later id gets the service's number."""
     parts = list(parts)
     teachers: dict[str, TeacherStats] = {}
     for index, part in enumerate(parts):

@@ -32,7 +32,7 @@ from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_c
 logger = logging.getLogger("edl.distill")
 
 _RETRY_S = 1.0  # between attempts: a restarting registry is back within a second or two
-_LOOK_S = 0.5  # how often a quiet watch checks whether this is closed: `close` may take as long
+_LOOK_S = 0.5  # how often a quiet watch checks whether the watcher is closed: `close` may take as long
 _NEAR_EVERY_S = 10.0  # how often to ask for similar names while there is no teacher: a Consul call per service
 _RESOLVE_S = 5.0  # how often DNS names are looked up: CoreDNS itself answers from a cache for 5 to 30 s
 _CLOSE_S = 10.0  # how long `close` waits for a silent registry: twice a request's own deadline (5 s unless set)
@@ -182,7 +182,7 @@ class ResolvedInstance(Instance):
 
 
 def addresses_of(host: str) -> list[str]:
-    """Return a name's addresses in the IP family that this host prefers; with both, a teacher would count twice."""
+    """Return a name's addresses in the IP family that this host prefers: in both, a teacher would count twice."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return sorted({str(address[0]) for family, _, _, _, address in found if family == found[0][0]})
 
@@ -198,9 +198,10 @@ def _is_name(instance: Instance) -> bool:
 class TeacherWatcher:
     """Reports teachers when they change, from its own thread; endpoints without DNS names are reported once.
 
-    `changed` is called with three arguments: each snapshot; "; did you mean …?" if the service has never had a teacher
-    and the registry has a service with a similar name, otherwise an empty string; and whether the snapshot has all of
-    the service's teachers (False if it leaves some to other students, see `max_teachers`).
+    `changed` is called with three arguments: the latest snapshot; a hint for messages, see below; and whether the
+    snapshot has all of the service's teachers (False if it leaves some to other students, see `max_teachers`, or while
+    the registry does not answer). The hint is "; did you mean …?" if the service has never had a teacher and the
+    registry has a service with a similar name, otherwise an empty string.
     """
 
     def __init__(

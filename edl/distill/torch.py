@@ -19,7 +19,7 @@ __all__ = ["TorchLoader", "distill"]
 
 B = TypeVar("B")
 
-_BATCHES_AHEAD = 16  # for a few teachers with some batches in flight each; more delays the first batch
+_BATCHES_AHEAD = 16  # for a few teachers with some batches in flight each; more would delay the first batch
 
 
 def distill(
@@ -74,7 +74,7 @@ def distill(
         tokenizer: Path of the student's tokenizer, or its hash. Teachers with a different tokenizer are not used. Empty
             for any.
         batch_rows: Rows per request; None for the whole batch, split if it has more than 256 rows or a teacher accepts
-            fewer; with `tokens`, None means 2,048 tokens, or a quarter of what a teacher queues.
+            fewer; with `tokens`, None means 2,048 tokens, or a quarter of what a teacher queues if that is less.
         combine: How to combine an ensemble's answers; see `DistillReader`.
         top_k: Number k of the largest logits per row to keep, as `TopK` of tensors; None for whole outputs.
         temperature: Temperature at which the mass of the tail is computed, with `top_k`.

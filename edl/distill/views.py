@@ -83,9 +83,9 @@ class AugmentedViews(Dataset[Any]):
             for (images, labels, view_ids), logits in labelled:
                 ...
 
-    `dataset[index]` is called with the random numbers of Python, numpy and PyTorch (on the CPU) seeded by `view_seed`,
-    and their state is restored afterwards. So all randomness in the data set, including its transforms, depends only on
-    the sample and the view, not on the order, the epoch, or a loader's number of workers.
+    `dataset[index]` is called with the random generators of Python, numpy and PyTorch (on the CPU) seeded by
+    `view_seed`; their state is restored afterwards. So all randomness in the data set and its transforms depends only
+    on the sample and the view, not on the order, the epoch, or a loader's number of workers.
 
     A tuple or list becomes a tuple with the view's id appended; a mapping gets the key "view_id"; any other sample
     becomes (sample, id).

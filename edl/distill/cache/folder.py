@@ -69,7 +69,7 @@ _NUMBER_BITS = 62  # of a key's random number, which must not repeat; SQLite's i
 _NUMBER = "(SELECT number FROM key WHERE text = ?)"
 _KEY = "SELECT number, layout, coalesce(data_set, '') FROM key WHERE text = ?"
 _PART = 16  # a transaction adds at most a sixteenth of the bound, so that few labels are deleted too early
-_LABEL_NBYTES = 128  # of a label in the database in addition to its record
+_LABEL_NBYTES = 128  # bytes that a label takes in the database in addition to its record
 _BUSY_S = 30.0  # how long to wait while another process writes: a slow disk takes seconds per batch
 READ_AT_ONCE = 64  # labels to read at a time when reading many, so that memory stays bounded for wide rows
 _MOST_VERIFIED = 1 << 22  # labels remembered as verified, about 200 bytes each: hashing takes as long as reading
@@ -77,7 +77,7 @@ _MOST_VERIFIED = 1 << 22  # labels remembered as verified, about 200 bytes each:
 
 @dataclass(eq=False)
 class Namespace:
-    """Identifies a key's labels: their layout (None without labels), the key's number, and the recorded data set."""
+    """Identifies a key's labels, with their layout and the key's number (None while unknown) and their data set."""
 
     key: CacheKey
     layout: RowLayout | None = None
@@ -242,7 +242,7 @@ class LabelFolder:
         return space.data_set
 
     def check_data_set(self, space: Namespace) -> None:
-        """Raise `ConflictError` if the key was given to other data after `data_set` or `note_data_set` was called."""
+        """Raise `ConflictError` if another process has discarded the labels since `data_set` or `note_data_set`."""
         found = self._found_key(space)
         if found is not None:
             if space.number not in (None, found[0]):
@@ -270,7 +270,7 @@ class LabelFolder:
     def _discarded(self) -> str:
         return (
             f"the folder {str(self.path)!r} now belongs to another run, which labels other data (with --relabel, or "
-            "because it had no labels), so this run's labels were discarded: give each data set its own folder"
+            "because the folder had no labels), so this run's labels were discarded: give each data set its own folder"
         )
 
     # Writing
@@ -408,6 +408,6 @@ class _Database:
         if path.exists():  # a database that no process has open can be read from anywhere, even another machine
             return SqliteFile(str(path), _TABLES, _BUSY_S, "rw" if is_open else "ro&immutable=1")
         if self._read_only:
-            return SqliteFile(str(path), _TABLES, _BUSY_S, "memory")  # an empty one
+            return SqliteFile(str(path), _TABLES, _BUSY_S, "memory")  # an empty database
         why = "is empty and cannot be written" if self._folder.is_dir() else "was deleted"
         raise SettingsError(f"soft-label cache {self._folder}: the folder {why}")

@@ -192,7 +192,7 @@ def load_labels(
             merged = layout.merged(space.layout) if layout is not None and space.layout is not None else space.layout
             if merged is None and space.layout is not None:
                 raise SettingsError(
-                    f"labels in {str(folder.path)!r} are {space.layout}, but in the folders before it {layout}: "
+                    f"labels in {str(folder.path)!r} are {space.layout}, but those in earlier folders are {layout}: "
                     "they cannot be combined"
                 )
             layout = merged or layout

@@ -30,7 +30,7 @@ Ids: TypeAlias = Sequence[SampleId] | Array
 Outputs: TypeAlias = Mapping[str, Array | TopK]
 Head: TypeAlias = tuple[int, bytes]  # rows and fingerprint of a sample
 
-FINGERPRINT_NBYTES = 8  # two texts share one by chance in 1 of 2**64 cases; it does not stop an attacker
+FINGERPRINT_NBYTES = 8  # two texts share a fingerprint by chance in 1 of 2**64 cases; no defence against an attacker
 UNKNOWN = bytes(FINGERPRINT_NBYTES)  # replaces a fingerprint that was not computed
 _FINGERPRINTED_ONE_IN = 16  # hashing all images would take a core; a data set that changed as a whole is noticed
 
@@ -125,7 +125,7 @@ def as_ids(ids: Ids) -> list[SampleId]:
             sample.encode() if isinstance(sample, str) else sample.to_bytes(8, "little", signed=True)
         except (OverflowError, UnicodeEncodeError) as exc:
             raise SettingsError(
-                f"sample id {sample!r}: an integer must fit in 64 bits, a text in UTF-8: {exc}"
+                f"sample id {sample!r}: an integer must fit in 64 bits, a string must be valid UTF-8: {exc}"
             ) from exc
     return samples
 
@@ -267,7 +267,7 @@ class RowLayout:
         return replace(self, top_k=merged) if fits else None
 
     def pack(self, arrays: Mapping[str, Array], heads: Sequence[Head]) -> list[bytes]:
-        """Return a record for each head, with its number of rows; `arrays` are [total rows, ...] by column."""
+        """Return a record for each head, with the head's number of rows; `arrays` are [total rows, ...] by column."""
         table = np.empty(sum(rows for rows, _ in heads), self.columns)
         for name in self.columns.names or ():
             table[name] = arrays[name]

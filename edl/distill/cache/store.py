@@ -48,7 +48,7 @@ IDLE_AFTER_CALLS = 1024  # after which an unused key's rows are evicted: several
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since the cache was created, and current values.
+    """Counters since the cache was created, and current values. A sequence counts as one row.
 
     Attributes:
         hits: Rows looked up and found.
@@ -127,7 +127,7 @@ class SoftLabelCache:
         self.path = self.folder.path if self.folder is not None else None
 
     def view(self, key: CacheKey) -> CacheView:
-        """Return the view of a key's rows; equal keys return the same object.
+        """Return the view of a key's rows; the same object for equal keys.
 
         Args:
             key: What the rows depend on; `store_dtype` is added to the key.
@@ -302,7 +302,7 @@ class CacheView:
         elif sequences.heads is not None and all(rows for rows, _ in sequences.heads):
             heads = sequences.heads
         else:
-            raise SettingsError("sequences are stored with their lengths (at least one token) and fingerprints")
+            raise SettingsError("to store sequences, pass their lengths (at least one token each) and fingerprints")
         if sorted(outputs) != sorted(self.key.outputs):
             raise SettingsError(
                 f"outputs {sorted(outputs)}: expected those in the cache's key, {sorted(self.key.outputs)}"
@@ -321,7 +321,7 @@ class CacheView:
             if merged is None:
                 remedy = "use a new `dataset` tag" + (f", or delete {cache.path}" if cache.path is not None else "")
                 raise SettingsError(
-                    f"soft labels do not match the cache: rows are {layout}, but earlier ones were {space.layout}: "
+                    f"soft labels do not match the cache: rows are {layout}, but earlier rows were {space.layout}: "
                     f"{remedy}"
                 )
             space.layout = merged
@@ -359,8 +359,8 @@ class CacheView:
             return
         raise SettingsError(
             f"the cache's labels of model {self.key.model!r} are for {_kind(kept)}, but {_kind(wanted)} are looked up: "
-            "read them as they were labelled (with the same inputs; sequences with set_sequence_generator, or distill "
-            "with tokens=), or use a different `dataset` tag"
+            "read the data as for labelling (with the same inputs; for sequences, use set_sequence_generator, or pass "
+            "tokens= to distill), or use a different `dataset` tag"
         )
 
     def _records(self, samples: list[SampleId], heads: list[Head] | None) -> list[bytes | None]:
@@ -372,8 +372,8 @@ class CacheView:
         for at, (record, head) in enumerate(zip(records, heads, strict=True)):
             if record is not None and layout.head_of(record) != head:
                 self._warn(
-                    f"sample {samples[at]!r} differs from the text whose label is stored under this id: the "
-                    "stored label is not used, nor are those of other changed texts"
+                    f"sample {samples[at]!r} differs from the text whose label is stored under this id: stored "
+                    "labels of changed texts are not used"
                 )
                 records[at] = None
         return records

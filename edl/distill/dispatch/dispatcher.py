@@ -19,8 +19,8 @@ from edl.distill.dispatch.actions import NO_LIMITS, Action, Deliver, FailureKind
 from edl.distill.dispatch.teacher_state import TeacherState, Window
 from edl.distill.options import Policy
 
-_STARVING_S = 1.0  # how long the training loop may be blocked before a hedge may exceed the budget
-_MIN_FULL_PAUSE_S = 0.01  # of a full teacher, whatever its hint; a hundred refusals per second cost little
+_STARVING_S = 1.0  # how long the awaited task must have been pending before its hedge may exceed the budget
+_MIN_FULL_PAUSE_S = 0.01  # shortest pause of a full teacher, whatever it hints; 100 refusals per second cost little
 _FULL_PAUSE_S = 0.05  # first pause of a full teacher without a hint: a few batches; doubles until there is room
 _MAX_FULL_PAUSE_S = 2.0  # longest such pause, which a person hardly notices
 _MAX_HEDGE_TOKENS = 4.0  # hedges that may be saved up: enough for a burst, too few to double a teacher's load
@@ -288,7 +288,7 @@ class Dispatcher:
                 pause_s = _doubled(_FULL_PAUSE_S, state.refusals_without_hint, _MAX_FULL_PAUSE_S)
                 state.refusals_without_hint += 1
             else:
-                pause_s = 0.0  # of requests refused at once, only the first counts
+                pause_s = 0.0  # if several requests are refused at once, only the first counts
             if now + pause_s >= state.closed_until:
                 state.closed_until = state.no_room_until = now + pause_s
             state.why = failure.message

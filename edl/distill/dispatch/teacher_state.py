@@ -89,7 +89,7 @@ class TeacherState:
     live: bool = True  # connected, and known to serve the right model
     draining: bool = False  # accepts no new requests
     closed_until: float = 0.0  # gets no requests before this time, in seconds
-    no_room_until: float = 0.0  # the same after it reported no room; it counts as live meanwhile
+    no_room_until: float = 0.0  # like `closed_until`, but for lack of room only; the teacher still counts as live
     why: str = ""  # why it is closed, as text
     limits: Limits = NO_LIMITS  # the largest request that it accepts
     in_flight: set[Send] = field(default_factory=set)
@@ -97,7 +97,7 @@ class TeacherState:
     failures: int = 0  # failures in a row
     opened: int = 0  # how often in a row it was closed because of failures
     refusals_without_hint: int = 0  # how often in a row it had no room and gave no retry hint
-    half_open: bool = False  # gets only one request until one succeeds, as a circuit breaker
+    half_open: bool = False  # gets only one request at a time until one succeeds, as in a circuit breaker
 
     def is_usable(self, now: float) -> bool:
         """Return whether the teacher can take work, now or once it has answered some of its requests."""

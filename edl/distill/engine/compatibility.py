@@ -39,7 +39,7 @@ class TeacherCompatibility:
         # The first teacher's model, until `select_version` changes its version; None before the first teacher. All
         # teachers must have a model of this name.
         self.spec: ModelSpec | None = None
-        self.tokenizer = ""  # hash of the teachers' tokenizer, from the first one that reports it
+        self.tokenizer = ""  # hash of the teachers' tokenizer, from the first teacher that reports it
         self.selecting_version = False  # whether `select_version` runs next, which warns of several versions
         self.is_unversioned = False  # whether neither an answer nor the metadata named a version
         self.weights_versions: set[str] = set()  # versions declared to be hashes of the weights; only grows
@@ -77,7 +77,7 @@ class TeacherCompatibility:
             has = f"has tokenizer {tokenizer!r}" if tokenizer else "does not report its tokenizer"
             return (
                 f"its model {spec.name!r} {has}, but the student's is {asked.tokenizer!r}: their token ids "
-                "mean different texts. Use a teacher with the student's tokenizer, or omit tokenizer= if they agree"
+                "mean different texts. Use a teacher with the student's tokenizer, or omit tokenizer= if the ids agree"
             )
         return ""
 
@@ -180,7 +180,7 @@ class TeacherCompatibility:
         self._reported_versions.clear()
 
     def select_version(self, live: Sequence[ModelSpec]) -> None:
-        """Select the version for cached labels before an epoch. Keep the current one while a live teacher has it.
+        """Select the version for cached labels before an epoch. Keep the current version while a live teacher has it.
 
         `live`: the models of all teachers in use. The model's name never changes.
         """
@@ -201,7 +201,7 @@ class TeacherCompatibility:
         if mixed and mixed != self._mixed_versions:
             logger.warning(
                 "the teachers of %s have versions %s of their model: labels of %r are looked up until no teacher "
-                "has it",
+                "has that version",
                 self._service,
                 ", ".join(map(repr, sorted(mixed))),
                 self.spec.version if self.spec is not None else "",
@@ -248,7 +248,7 @@ class TeacherCompatibility:
             if agreed != kind:
                 return (
                     f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, earlier teachers' rows are "
-                    f"{agreed[0]} with {agreed[1]}: set dtype=, or give it its own --service"
+                    f"{agreed[0]} with {agreed[1]}: set dtype=, or give this teacher its own --service"
                 )
             if spec is None:
                 # Compare with earlier answers: inputs of equal shape should give outputs of equal shape.

@@ -1,8 +1,8 @@
 """Keeps connections to a service's teachers, from when discovery lists them until their last request ends.
 
-A lapsed registration does not end a connection, because only the teacher itself can show whether it is alive. A teacher
-that answers stays in use even if it is no longer in the registry; a teacher that does not answer is retried while it is
-listed.
+A lapsed registration does not end a connection, because only the teacher itself can show whether it is alive. While it
+answers, such a teacher stays in use, even if the registry no longer lists it. A teacher that does not answer is retried
+while it is listed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOST_FAILED_CHANNELS = 2
 connection starts with gRPC and tries to open a channel later."""
 _FIRST_BACKOFF_S = 0.1  # a restarting server is missed for at most a few batches
 _LAST_BACKOFF_S = 2.0  # longest pause between attempts to connect
-_LAST_LAPSED_BACKOFF_S = 15.0  # the same for probably dead teachers: a SQLite file may list them until the next boot
+_LAST_LAPSED_BACKOFF_S = 15.0  # for probably dead teachers: a SQLite file may list them until the next boot
 _NEEDS_ATTENTION = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # waiting alone will not make connecting succeed
 _STEADY_S = 2.0  # a connection that breaks sooner than this counts as a failed attempt to connect
 _CHECK_S = 2.0  # how often a teacher whose registration lapsed is asked whether it is ready
@@ -69,11 +69,11 @@ class TeacherConnection:
         self.counts = no_counts()
         self.state = "connecting"  # "ready", "connecting" or "set aside"
         self.why = ""  # why it is not ready, as text
-        self.lacks = False  # has answered and lacks part of the request: only a change of the server would help
+        self.lacks = False  # has answered, but cannot serve the request: only a change of server or student would help
         # Whether its registration lapsed. Another server may have taken over its address, so the client connects only
         # to a server with the same model version, and less often.
         self.lapsed = False
-        self.unlisted = False  # whether it lapsed, and the registry no longer lists it
+        self.unlisted = False  # whether its registration lapsed and is no longer listed
         self.leaving = ""  # "left" or "draining" if it gets no new requests, and ends with its last one
         self.changed_spec: ModelSpec | None = None  # found by `refresh`, if it changed
         self._pool = pool
@@ -104,7 +104,7 @@ class TeacherConnection:
         return self._client.start(payload, timeout_s, done) if self._client is not None else None
 
     def _lost(self, client: TeacherClient, why: str) -> None:
-        """Drop the connection, because a request found that it is lost, unless it has already been replaced."""
+        """Drop the connection, which a request found to be lost, unless the connection has already been replaced."""
         if client is self._client:
             self.reconnect(why)
 
@@ -245,7 +245,7 @@ class TeacherConnection:
                 await wait_within(self._broken.wait(), CHECK_EVERY_S * CHANCE.uniform(0.5, 2))
             except asyncio.TimeoutError:
                 if files.current(now=True).version != version:
-                    self.reconnect("its credentials were replaced: reconnecting")
+                    self.reconnect("this student's credentials were replaced: reconnecting")
 
     async def _explain_handshake(self, words: str) -> str:
         endpoint = self.instance.endpoint
@@ -272,7 +272,7 @@ def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
 class ConnectionPool:
     """Manages a service's teachers, on the event loop; other threads may read its state.
 
-    `changed` is called after teachers have joined or left, with the dispatcher's resulting actions.
+    `changed` gets the dispatcher's resulting actions after a teacher connected, was unreachable, was lost or left.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class ConnectionPool:
 
     @property
     def stale(self) -> str:
-        """Why discovery does not work; empty if it works."""
+        """Why discovery does not answer, and whose registrations have lapsed; empty if neither is the case."""
         kept = sorted(
             connection.instance.id
             for connection in list(self.connections.values())
@@ -409,7 +409,7 @@ class ConnectionPool:
         kept = [instance.id for instance in lapsed.values() if self._add(instance, lapsed=True)]
         if kept:
             logger.warning(
-                "discovery of %s: the registration of %s has lapsed; it is used while it answers",
+                "discovery of %s: the registration of %s has lapsed; the teacher is used while it answers",
                 self._service,
                 listed(kept, _MOST_NAMES),
             )

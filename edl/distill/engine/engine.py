@@ -160,15 +160,15 @@ class Engine:
         elif not limits.max_rows or oversized_rows <= limits.max_rows:
             nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
             what = (
-                f"a request of {oversized_rows} rows with {nbytes:,} bytes {waited}, and all of them take at most "
-                f"{limits.max_nbytes:,} bytes: set batch_rows (set_teacher_batch_size) to fewer rows, or omit it; a "
-                "teacher reports its limit (edl serve --max-message); for other teachers, the limit is "
+                f"a request of {oversized_rows} rows with {nbytes:,} bytes {waited}; every teacher accepts up to "
+                f"{limits.max_nbytes:,} bytes: set batch_rows (set_teacher_batch_size) to fewer rows, or omit it; an "
+                "EDL teacher reports its limit (edl serve --max-message); for other teachers, the limit is "
                 "Options(max_request_bytes=...)"
             )
         else:
             what = (
-                f"a request of {oversized_rows} rows {waited}, and all of them take at most {limits.max_rows}: "
-                "set batch_rows (set_teacher_batch_size) to that or less, or omit it"
+                f"a request of {oversized_rows} rows {waited}; every teacher accepts up to {limits.max_rows} rows: "
+                "set batch_rows (set_teacher_batch_size) to that number or less, or omit it"
             )
         return NoTeacherError(f"no live teacher for {self.name} accepted {what}")
 
@@ -453,7 +453,7 @@ class Outage:
         self._silence_reported = self._had_outage = False
 
     def finish_work(self) -> None:
-        """Stop the clock: all work is done."""
+        """Stop the clock, because no work is open."""
         self._outage_since = None
 
     def check(self, now: float, live: int) -> OutageStatus:

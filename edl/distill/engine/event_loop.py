@@ -25,7 +25,7 @@ T = TypeVar("T")
 _LINGER_S = 0.05  # for callbacks that gRPC schedules while closing: milliseconds on a busy machine
 _STOP_S = 10.0  # how long the last user waits for the thread, which ends within milliseconds unless logging blocks
 _REMEDY = (
-    "gRPC does not work in a process forked from one that has used it. Start this process with "
+    "gRPC does not work in a process whose parent had used gRPC before the fork. Start this process with "
     'multiprocessing.get_context("spawn") or ("forkserver") and create its reader there, or fork before the first '
     "reader of the parent is used"
 )
@@ -36,8 +36,8 @@ class EventLoopThread:
 
     _lock = threading.Lock()  # guards the following fields and `_users`
     _shared: EventLoopThread | None = None
-    used = False  # whether a loop was ever acquired for gRPC, in this process or one that it was forked from
-    inherited = False  # whether that happened before a fork
+    used = False  # whether a loop was ever acquired for gRPC, in this process or an ancestor
+    inherited = False  # whether that happened before this process was forked
 
     def __init__(self) -> None:
         self._users = 0
@@ -88,7 +88,7 @@ class EventLoopThread:
             raise ClosedError("the reader is closed") from None
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine on the loop and return its result. Cancel it and raise `TimeoutError` if it takes longer."""
+        """Run a coroutine on the loop and return its result. After `timeout_s`, cancel it and raise `TimeoutError`."""
         self.check()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
@@ -98,7 +98,7 @@ class EventLoopThread:
             raise TimeoutError(f"no result within {timeout_s:g} s") from None
 
     def check(self) -> None:
-        """Raise `ClosedError` if the loop has ended or belongs to a parent process."""
+        """Raise `ClosedError` if the loop belongs to a parent process."""
         if self._pid != os.getpid():
             raise ClosedError(
                 f"this reader belongs to process {self._pid} and cannot be used in process {os.getpid()}, forked "

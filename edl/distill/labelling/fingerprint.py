@@ -1,4 +1,4 @@
-"""Detects which data set a folder has labels for, and whether it changes while it is being labelled.
+"""Detects which data set a folder has labels for, and whether the data set changes while it is being labelled.
 
 Labels are stored by sample id, which is usually a position, so labels of an edited file look like those of the
 original. A folder and a job therefore remember a `DataFingerprint` of a few rows. During a run, the size, modification
@@ -193,8 +193,8 @@ class DataGuard:
         if not found:
             return
         if sequences:
-            again = "Run it again under a new --job name" if in_job else "Run the command again"
-            remedy = f"{again}: it labels the sequences that have changed"
+            again = "Run the command again under a new --job name" if in_job else "Run the command again"
+            remedy = f"{again}: this labels the sequences that have changed"
         else:
             folder.note_data_set(space, replace(self.fingerprint, rows_checksum=_MIXED).to_json())
             remedy = "This folder may have labels of both versions: " + (
@@ -207,7 +207,7 @@ class DataGuard:
         if self.data.sequences or not noted:
             return True
         there = DataFingerprint.from_json(noted)
-        # If data grew at the end, before or after, the same rows have the same labels.
+        # If rows were added at the end, the earlier rows still have the same labels.
         return there.rows != self.fingerprint.rows or not self.fingerprint.differences(there, "there")
 
 

@@ -27,7 +27,7 @@ from edl.distill.transport.schema import OutputSpec
 from edl.errors import BadOutputError, EDLError, RejectedError, SettingsError, SourceError, TemporaryError
 from edl.protocol.tensors import Array
 
-OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)  # caused by a row, on any worker; others are the worker's
+OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)  # caused by a row on any worker, not by the worker
 _LOST_LABELS = "either the disk is too slow, or the teachers serve different versions of the model"
 _SETTLE_EVERY = 32  # batches between two waits for the folder, at most
 _LONGEST_PAUSE_S = 2.0
@@ -102,8 +102,8 @@ class Labeller:
     def label_all(self, tell: Callable[[LabelProgress], None] = lambda _: None) -> LabelProgress:
         """Label all rows that have no label yet. When this returns, all labels are on disk. Call `key` first.
 
-        If the process is killed, call this again in a new process: labels already received are kept. `tell` is called
-        after every batch, in this thread. Raises `ConflictError` if the data changed during the run.
+        If the process is killed, call this again in a new process: stored labels are kept. `tell` is called after every
+        batch, in this thread. Raises `ConflictError` if the data changed, `TemporaryError` if labels were not stored.
         """
         self._begin(tell)
         try:

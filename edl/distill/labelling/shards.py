@@ -44,7 +44,7 @@ _LOOK_S = 0.2  # wait for a shard before the worker checks whether it should end
 _FIRST_COMMIT_S, _LAST_COMMIT_S, _COMMIT_SHARE = 0.5, 10.0, 0.02
 """Time between two commits, each of which waits for the disk. It is a fiftieth of the run's time so far, so that a
 crash loses little work, and at most as long as a person would wait for new figures."""
-_BUSY_SHARE = 0.05  # of the time that commits may take on a slow disk; meanwhile answers queue
+_BUSY_SHARE = 0.05  # share of the time that commits may take on a slow disk, while answers queue
 _MOST_SKIPPED = 64  # labelled shards to take in a row before a report: a folder may have a whole job's labels
 _FEW_ROWS = 8  # a shard with at most this many rows left, and others labelled, probably failed before: try each row
 _MOST_BAD = 8  # bad rows named per shard: people read the first few, and if all are bad, trying each is a waste
@@ -57,7 +57,7 @@ _LONGEST_REASON = 1000  # characters: the master keeps each reason, and data set
 
 @dataclass(frozen=True, eq=False)
 class RowShard:
-    """The rows to label, from `start` to before `stop`. Two objects are two shards, even if their rows are the same."""
+    """The rows to label, from `start` to `stop` - 1. Two objects are two shards, even if their rows are the same."""
 
     start: int
     stop: int
@@ -68,7 +68,7 @@ class RowShard:
 
 
 class ShardSource(abc.ABC):
-    """Hands out ranges of rows and receives reports about them. Two threads call `take`, but never at once."""
+    """Hands out ranges of rows and receives reports about them. Two threads call `take`, but never at the same time."""
 
     @abc.abstractmethod
     def take(self, timeout_s: float) -> RowShard | None:
@@ -97,7 +97,7 @@ class ShardLabeller(Labeller):
         super().__init__(guard, plan, cache)
         self._waiting: deque[tuple[RowShard, Array]] = deque()  # rows to load, one request each
         self._asked: deque[tuple[RowShard, Array]] = deque()  # rows being loaded or labelled, in order
-        self._left: dict[RowShard, int] = {}  # number of these rows per shard
+        self._left: dict[RowShard, int] = {}  # requests of each shard in these two queues
         self._answered: deque[RowShard] = deque()  # shards to commit
         self._suspects: deque[tuple[RowShard, str]] = deque()  # shards to try row by row, and why
         self._failed_in_a_row: set[tuple[int, int]] = set()  # rows of shards that failed since a row was labelled
@@ -222,7 +222,7 @@ class ShardLabeller(Labeller):
             if len(self._failed_in_a_row) >= _MOST_FAILED:
                 raise PermanentError(
                     f"{_MOST_FAILED} shards failed here in a row, and none of their rows was labelled, so the "
-                    f"cause is not a single row; the last: {reason}"
+                    f"cause is not a single row; the last failure: {reason}"
                 )
         else:
             self._add(shard, index[:0])

@@ -20,7 +20,7 @@ def _unit_vectors(vectors: Tensor) -> Tensor:
     """Return vectors [..., features] scaled to length 1, and zeros for vectors without a direction."""
     largest = vectors.detach().abs().amax(dim=-1, keepdim=True)
     missing = largest <= _LEAST_ELEMENT  # false for NaN, which stays NaN
-    scaled = vectors / largest.masked_fill(missing, 1.0)  # squares of large ones overflow
+    scaled = vectors / largest.masked_fill(missing, 1.0)  # squares of large elements would overflow
     squares = scaled.square().sum(dim=-1, keepdim=True)
     return (scaled / squares.masked_fill(missing, 1.0).sqrt()).masked_fill(missing, 0.0)
 

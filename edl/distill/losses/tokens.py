@@ -236,11 +236,11 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
 
     In the reverse direction the student's probabilities are the weights, so the student's most likely tokens matter
     more than the teacher's. The tail is 1 minus the sum of the teacher's probabilities. In float32, a tail below about
-    1e-6 is only rounding error, but the floor of the reverse direction is not below 1e-6 either. In half precision, the
-    rounding error would be 1e-3.
+    1e-6 is only rounding error. This does no harm, because the default floor of the reverse direction is 1e-6. In half
+    precision, the rounding error would be 1e-3.
 
     Args:
-        targets: Token ids, whole numbers [rows, ..., m], each at most once in a row.
+        targets: Token ids, whole numbers [rows, ..., m]; no row contains the same id twice.
         log_probabilities: The teacher's log-probabilities at temperature 1, in the shape of `targets`; float32 or
             wider.
         classes: Size of the vocabulary; None if unknown. If all its tokens are targets, the tail is empty.

@@ -41,7 +41,7 @@ Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[S
 
 
 def item_outputs(item: Item, service: int) -> Outputs:
-    """Return an item's outputs from a service: its own writable arrays [rows, ...], or `TopK`.
+    """Return an item's outputs from a service: the item's own writable arrays [rows, ...], or `TopK`.
 
     The `TopK` of a sequence is copied. Otherwise, as long as one text is kept, the answers to its whole request would
     stay in memory.

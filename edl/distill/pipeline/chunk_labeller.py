@@ -1,4 +1,4 @@
-"""Labels chunks of rows with one or several services; its engines, shared memory and cache outlive epochs."""
+"""Labels chunks of rows with one or several services; engines, shared memory and cache outlive epochs."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class ChunkLabeller:
         return min(filter(None, (self.engines[index].pool.limits.max_rows for index in known)), default=0)
 
     def max_sequence(self, route: int | None = None) -> int:
-        """Return the longest sequence for which every service has a teacher that accepts it; 0 for any length."""
+        """Return the length of the longest sequence that every service has a teacher for; 0 for any length."""
         return min(filter(None, (self.engines[at].pool.limits.max_sequence for at in self.asked(route))), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
@@ -191,7 +191,7 @@ class ChunkLabeller:
         return self.max_sequence(route)
 
     def lacks_teacher(self, since: float, route: int | None = None) -> bool:
-        """Return whether a service of a route has had no teacher yet; raise an error if the wait has expired."""
+        """Return whether a service of a route has had no teacher yet; raise an error if waiting is useless."""
         for index in self.asked(route):
             if self.engines[index].await_spec(0.0) is None:
                 error = self._useless(index, since)
@@ -234,14 +234,15 @@ class ChunkLabeller:
 
     @property
     def depth(self) -> int:
-        """Number of chunks to keep open, so that a teacher four times slower than others does not block them."""
+        """Number of chunks to keep open, so that a teacher that is four times slower does not block the others."""
         capacities = [engine.capacity for engine in self.engines]
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
-        """Return a route's number of unsent chunks, divided by the number that is enough (None: for all services).
+        """Return the number of unsent chunks of a route's service, divided by the number that is enough.
 
-        At 1, the feeding thread pauses, because more chunks would only evict warm memory from the CPU's caches.
+        If `route` is None, the service with the most unsent chunks counts. At 1, the feeding thread pauses, because
+        more chunks would only evict warm memory from the CPU's caches.
         """
         asked = self.asked(route)
         waiting = max((self._services[at].submitted - self.engines[at].dispatched for at in asked), default=0)
@@ -409,9 +410,9 @@ class ChunkLabeller:
             return None
         if spec.sequences and chunk.lengths is None:
             raise SourceError(
-                f"rows of the teachers' model {spec.name!r} belong to sequences, but single rows' labels, which "
-                "depend on earlier rows, cannot be cached: set the source with set_sequence_generator or "
-                "set_sequence_list_generator, or pass tokens= to distill; or use no cache"
+                f"rows of the teachers' model {spec.name!r} belong to sequences: a row's label depends on earlier "
+                "rows, so labels cannot be cached row by row. Set the source with set_sequence_generator or "
+                "set_sequence_list_generator, pass tokens= to distill, or use no cache"
             )
         engine.compatibility.check_cacheable(chunk.fields)
         missing = service.labels.look_up(chunk, spec, fields)

@@ -214,7 +214,7 @@ class Epoch:
         return waited_s, source_wait_s(waited_s, source_s, self._source_clock, self._needed)
 
     def close(self) -> None:
-        """Drop pending requests. May be called twice; has no effect in a forked child: the parent continues."""
+        """Drop pending requests. May be called twice; has no effect in a forked child, as the parent continues."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -294,7 +294,7 @@ class Epoch:
             self._for_loop.wait_for(ended)
         self._awaited = None
         self._check_open()
-        return chunk.error if chunk.done else self._failure  # else the source failed before it was full
+        return chunk.error if chunk.done else self._failure  # else the source failed before the chunk was full
 
     def _await_sent(self, chunk: Chunk) -> None:
         """Wait until a partly filled request is sent; send it in this thread if the source yields nothing."""
@@ -493,7 +493,7 @@ class Epoch:
     # The event loop's thread
 
     def _notify(self, surplus_nbytes: int = 0) -> None:
-        """Wake waiting threads after a chunk was sent, or after an answer larger than estimated by `surplus_nbytes`."""
+        """Wake waiting threads after a chunk was sent, or after an answer `surplus_nbytes` larger than estimated."""
         if surplus_nbytes:
             self._answers_nbytes += surplus_nbytes
             if surplus_nbytes > 0 and self.nbytes > self._labeller.memory_bytes:
@@ -527,7 +527,7 @@ class Epoch:
 
 
 def _failure_of(error: BaseException) -> BaseException:
-    """Return the error to raise in the training loop, in which a `StopIteration` would look like the source's end."""
+    """Return the error to raise in the training loop, where a `StopIteration` would look like the source's end."""
     if not isinstance(error, StopIteration):
         return error
     failure = SourceError("StopIteration was raised while reading the fields of an item of the source")

@@ -202,7 +202,7 @@ class CacheMiss:
 
     found: Found  # rows that the cache has
     view: CacheView | None  # where they were looked up; None while no answer has named the model's version
-    ids: RowIds | SequenceIds  # the missing ones
+    ids: RowIds | SequenceIds  # the ids that were not found
     labels: ServiceLabels  # the service's
     spec: ModelSpec  # the model for whose version the rows were looked up; other versions' labels are separate
 

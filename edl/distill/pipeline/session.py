@@ -152,7 +152,7 @@ class LabelSession:
             epoch.close()
 
     def _end_epoch(self, epoch: Epoch) -> None:
-        """End an epoch; wait until its source is free, as two threads in one iterator would split its values."""
+        """End an epoch; wait until its source is free, because two threads in one iterator would split the values."""
         if epoch.is_feeding():
             raise ClosedError(
                 "the data source of a reader starts an epoch of the same reader, which would end the source's own epoch"

@@ -30,7 +30,7 @@ class Chunk:
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, job number at the service)
     error: BaseException | None = None  # why it has no outputs; it then counts as done
     sent: bool = False  # whether it was sent or is being sent
-    answers_nbytes: list[int] = field(default_factory=list)  # bytes by service, estimated until it arrives
+    answers_nbytes: list[int] = field(default_factory=list)  # bytes by service, estimated until the answer arrives
     foreseen: bool = True  # whether all answers could be estimated
     route: int | None = None  # number of the only service to ask; None for all of them
     source_s: float = 0.0  # seconds that the epoch's source had taken when the chunk was sent

@@ -39,7 +39,7 @@ row or two."""
 
 Getter = Callable[[Any], Any]
 Prepare = Callable[[Mapping[int | None, int]], None]
-"""Sets the teachers' limits in the gatherers before a value's rows are put into requests. Called with the rows of the
+"""Sets the teachers' limits in the gatherers before a value's rows are put into requests. Called with the length of the
 longest sequence by route (0 if the rows are not sequences)."""
 
 
@@ -58,7 +58,7 @@ class Router:
         if not isinstance(found, list | tuple):
             if not self._is_value(found):
                 raise SourceError(
-                    f"{what} has {found!r} for route: expected a list, an array or a tensor of values, or a single one"
+                    f"{what} has {found!r} for route: expected a list, an array or a tensor of values, or one value"
                 )
             return [self._route(found, what)] * rows
         if len(found) != rows:
@@ -117,7 +117,7 @@ class _Unit:
     route: int | None = None
     sample_id: Any = None  # None without a cache
     rest_nbytes: int = 0  # bytes of its item that are not sent
-    fingerprint: ItemFingerprint | None = None  # of a sample or sequence; None if the whole batch has one, or none
+    fingerprint: ItemFingerprint | None = None  # of a sample or sequence; None if the batch has one or none is needed
 
 
 class Gatherer:
@@ -380,7 +380,7 @@ class SampleCutter(Cutter):
         """Gather the units of a value; each sequence becomes a part of the item.
 
         `batch`: the fingerprint of the whole value, if the units have no fingerprints. `count`: the number to add to
-        `seen`.
+        `seen`; None for the number of units.
         """
         longest: dict[int | None, int] = {}
         for unit in units:

@@ -23,7 +23,7 @@ _REPLACED = (itertools.chain, type(iter(int, 1)))  # types that end at a user fu
 
 
 class SourceIterator(Iterator[Any]):
-    """An iterator over a user's source. Distinguishes its end from a `StopIteration` raised by mistake in its code.
+    """An iterator over a user's source. Tells the source's end from a `StopIteration` that its code raised by mistake.
 
     The first batch of a PyTorch `DataLoader` without workers is read at once, in the caller's thread. This read draws
     the order from torch's global generator, and would otherwise race with random draws in the training loop.

@@ -31,7 +31,7 @@ class Texts:
 
     ids: Array  # [texts, longest], token ids
     mask: Array  # [texts, longest], 1 for tokens
-    packed: bool  # whether the batch's rows hold several texts; the texts' tokens, in order, are all of the batch's
+    packed: bool  # whether the batch's rows hold several texts; if so, the texts' tokens, in order, are the batch's
 
 
 def find_texts(batch: Mapping[str, Any]) -> Texts:
@@ -56,7 +56,7 @@ def find_texts(batch: Mapping[str, Any]) -> Texts:
             _starts(row[kept != 0])[1:].any() for row, kept in zip(positions, mask, strict=True)
         ):
             raise SettingsError(
-                "position_ids restart in a row that has an attention_mask: the student would attend across its "
+                "position_ids restart in a row that has an attention_mask: the student would attend across "
                 "texts, but the teachers would not. Leave the attention_mask out, as DataCollatorWithFlattening does"
             )
         return Texts(ids, mask, False)
@@ -227,8 +227,8 @@ def student_loss(
 ) -> Tensor:
     """Compute the loss of a batch: the sum over its rows, divided by the number of rows in the whole step.
 
-    `head` computes logits from hidden states, one chunk of rows at a time. In that case `logits` holds the hidden
-    states; `head` is None if `logits` holds logits.
+    `head` computes logits from hidden states, one chunk of rows at a time; in that case, `logits` holds the hidden
+    states. If `head` is None, `logits` holds logits.
     """
     weight = arguments.hard_weight
     rows, hard_rows = count if isinstance(count, Tensor) and count.ndim else (count, count)

@@ -73,7 +73,7 @@ class DistillTrainer(transformers.Trainer):
         options: Options | None = None,
         **kwargs: Any,
     ) -> None:
-        """Create a trainer; no teacher is asked before training starts.
+        """Create a trainer; no teacher is asked before training or an evaluation starts.
 
         Args:
             *args: Positional arguments of `transformers.Trainer`.
@@ -320,7 +320,7 @@ class DistillTrainer(transformers.Trainer):
         if getattr(config, "is_encoder_decoder", False):
             raise SettingsError(
                 "the student is an encoder-decoder, whose output rows do not match its inputs: distil a causal "
-                "language model, a masked one or a classifier"
+                "language model, a masked language model or a classifier"
             )
         if args.n_gpu > 1:
             raise SettingsError(
@@ -329,7 +329,7 @@ class DistillTrainer(transformers.Trainer):
             )
         if self.get_sp_size() > 1 or self.get_cp_size() > 1:
             raise SettingsError(
-                "sequence and context parallelism split texts, but labels are of whole ones: switch both off"
+                "sequence and context parallelism split texts, but labels are for whole texts: switch both off"
             )
         if arguments.of_tokens and inputs is not None and not isinstance(inputs, Mapping):
             raise SettingsError(f"inputs={inputs!r}: with tokens, pass further inputs as {{name: key or function}}")

@@ -1,8 +1,8 @@
 """Calls a teacher's server over gRPC, and inspects the server and its model before the first request.
 
 A server's answers are not trusted. gRPC decompresses messages before this program sees them, so a message of a few
-hundred bytes could become gigabytes. Compression is therefore off, and a channel accepts no message larger than the
-largest possible answer.
+hundred bytes could become gigabytes. Compression is therefore off, and a channel accepts no message larger than
+`Options.max_answer_bytes`.
 
 W3C Trace Context (https://www.w3.org/TR/trace-context/): `traceparent` is `00-TRACE-PARENT-FLAGS`, in which the three
 parts have 32, 16 and 2 hexadecimal digits. A request's id also has 16 digits, so that it can be used as a span id.
@@ -241,7 +241,7 @@ class ServerCalls:
         except grpc.aio.AioRpcError as exc:
             # An exception kept in a local variable would be a cycle that keeps the channel's thread alive.
             if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise RequestFailed(FailureKind.LOST, f"{self.endpoint} does not answer {method}") from exc
+                raise RequestFailed(FailureKind.LOST, f"{self.endpoint} did not answer {method} in time") from exc
             raise self._refusal(method, exc) from exc
         except DecodeError as exc:
             what = f"{self.endpoint}: its answer to {method} is not a message of KServe v2{compression_hint(data)}"
@@ -388,7 +388,7 @@ async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSp
 
 
 def _batch_rows(endpoint: str, model: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """Return the first size that all tensors share, a request's number of rows (0: any), or raise `TeacherLacks`."""
+    """Return the fixed number of rows per request, 0 for any; raise `TeacherLacks` if tensors have different ones."""
     first = [tensor.shape[0] if tensor.shape else -1 for tensor in inputs]
     if not first or min(first) < 1:
         return 0

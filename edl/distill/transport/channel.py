@@ -218,7 +218,7 @@ async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> 
         host = calls.endpoint.rpartition(":")[0].strip("[]")
         sock = await wait_within(_connect(host, port, shake_hands), deadline - time.monotonic())
         channel = TensorChannel(sock, calls, ids)
-        opened.pop()  # does not close the last one, which is used
+        opened.pop()  # the last socket is used, and must not be closed
     except (OSError, asyncio.TimeoutError, ValueError, TypeError, KeyError, ProtocolError) as exc:
         words = str(exc) or f"no answer within {_OPEN_S:g} s"
         raise RequestFailed(FailureKind.LOST, f"{calls.endpoint}: {where}: {words}") from exc
@@ -243,7 +243,7 @@ async def _connect(host: str, port: int, shake_hands: Callable[[int, Any], Await
 async def _shake_hands(
     opened: list[socket.socket], token: bytes, proof: bytes, certificate: bytes, family: int, address: Any
 ) -> Socket:
-    """Return a connection. Use TLS if `certificate` is set, the SHA-256 that the teacher sent over verified gRPC."""
+    """Return a connection, with TLS if the teacher sent a `certificate` (its SHA-256, over verified gRPC)."""
     plain = socket.socket(family, socket.SOCK_STREAM)
     opened.append(plain)
     plain.setblocking(False)

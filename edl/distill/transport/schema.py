@@ -153,7 +153,7 @@ class ModelSpec:
     max_rows: int = 0  # most rows in a request, 0 if the server does not say
     batch_rows: int = 0  # rows that every request must have, 0 for any number
     max_nbytes: int = 0  # of a request's tensors, 0 without a limit
-    versions: tuple[str, ...] = ()  # all of the server's; if one is requested, only that, or none if it lists none
+    versions: tuple[str, ...] = ()  # all that the server lists; if one is requested, only that; empty if it lists none
     max_in_flight: int = 0  # most requests in flight, 0 if the student chooses
     sequences: str = ""  # the input that is 0 at the start of a sequence, if rows belong to sequences; else empty
     max_top_k: int = 0  # the largest k of `TopK` answers, if whole outputs are never sent; else 0

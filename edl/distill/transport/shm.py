@@ -112,7 +112,7 @@ class Arena:
                 self._free[slot.region.slot_nbytes].append(slot)
 
     def close(self) -> None:
-        """Remove all shared memory from the system. Teachers that have mapped it keep it until they unmap it."""
+        """Remove the arena's memory from the system. Teachers that have mapped it keep it until they unmap it."""
         with self._lock:
             self._closed = True
             regions, self._regions = self._regions, []

@@ -291,7 +291,7 @@ def test_several_folders_are_read_together(tmp_path: Path) -> None:
     with SoftLabelCache(0, parts[2]) as cache:
         cache.view(KEY).put([9], {"logits": np.zeros((1, 4), np.float32)})
     with pytest.raises(
-        SettingsError, match=r"c' are 'logits' float32 \[4\], but in the folders before it 'logits' float32 \[100\]"
+        SettingsError, match=r"c' are 'logits' float32 \[4\], but those in earlier folders are 'logits' float32 \[100\]"
     ):
         load_labels(parts)
 

@@ -242,7 +242,7 @@ def test_texts_that_grow_are_noticed(
     with monkeypatch.context() as patch:
         patch.setattr(Labeller, "label_all", growing)
         assert main(of_texts(data, folder, teacher.endpoint)) == 1
-    assert "Run the command again: it labels the sequences that have changed" in capsys.readouterr().err
+    assert "Run the command again: this labels the sequences that have changed" in capsys.readouterr().err
     check(folder, TEXTS[:150])
     assert main(of_texts(data, folder, teacher.endpoint)) == 0
     assert "50 sequences labelled by" in capsys.readouterr().out

@@ -208,12 +208,12 @@ def test_requests_are_cut_to_fit(serve: Serve, shared_memory: bool, server: Any)
         (
             {"max_queue_rows": 100},
             300,
-            r"of 300 rows within 0\.5 s, and all of them take at most 100: set batch_rows .* to that or less",
+            r"of 300 rows within 0\.5 s; every teacher accepts up to 100 rows: set batch_rows .* to that number",
         ),
         (
             SMALL_MESSAGES,
             100,
-            r"of 100 rows with 400,000 bytes within 0\.5 s, and all of them take at most 196,608 bytes: "
+            r"of 100 rows with 400,000 bytes within 0\.5 s; every teacher accepts up to 196,608 bytes: "
             "set batch_rows .*--max-message.*max_request_bytes",
         ),
     ],

@@ -1,7 +1,7 @@
 """The command line `edl NAME`.
 
 `main` finds the command, runs it, and turns errors into one line and an exit code: 1 for an `EDLError`, 2 for wrong
-usage, 75 if the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C.
+usage, 75 if the store or Kubernetes does not respond (EX_TEMPFAIL: try again), 130 after Ctrl-C.
 
 Commands come from a table in this module, and from entry points in the group `edl.commands` of any installed package.
 Each command is imported only when it runs: some commands need torch, and `edl --help` should not import it.
@@ -75,12 +75,12 @@ _COMMANDS = {
     "train": ("edl.cli.train", "Trains a model from a model definition and a Parquet file, in one command"),
     "run": ("edl.collective.agent.command_line.cli", "Starts or joins an elastic job, with torchrun's options"),
     "status": ("edl.cli.status", "Shows a job's members, progress and lost time; on Kubernetes also why it waits"),
-    "report": ("edl.cli.report", "Draws a job: what its nodes did and when, its progress, and its goodput"),
+    "report": ("edl.cli.report", "Draws a chart of a job: what its nodes did and when, its progress and its goodput"),
     "dashboard": ("edl.cli.servers:dashboard", "Serves a web page with all jobs, teachers and shards in a store"),
     "submit": ("edl.cli.kube.submit", "Starts an elastic job on Kubernetes, optionally with teachers"),
     "jobs": ("edl.cli.kube.workloads:jobs", "Lists jobs and pools in a Kubernetes cluster"),
     "logs": ("edl.cli.kube.logs", "Shows the logs of a job's or pool's members on Kubernetes"),
-    "scale": ("edl.cli.kube.workloads:scale", "Sets the number of workers or teachers; with `auto`, EDL decides it"),
+    "scale": ("edl.cli.kube.workloads:scale", "Sets the number of workers or teachers, or lets EDL decide (`auto`)"),
     "suspend": ("edl.cli.kube.workloads:suspend", "Stops the pods of jobs and pools; `edl resume` restarts them"),
     "resume": ("edl.cli.kube.workloads:resume", "Restarts the pods of suspended jobs and pools"),
     "delete": ("edl.cli.kube.workloads:delete", "Deletes jobs and pools on Kubernetes without asking"),
@@ -194,7 +194,7 @@ def find_commands() -> dict[str, Command]:
 
 
 def explain_missing(exc: ModuleNotFoundError) -> str | None:
-    """Return what to install for a missing module; None for a module of EDL: a bug that needs its traceback."""
+    """Return what to install for a missing module; None for a module of EDL, which is a bug: show its traceback."""
     missing = (exc.name or "").partition(".")[0]
     if missing in ("", "edl", "edl_serving"):
         return None

@@ -53,7 +53,7 @@ more examples:
       the 50 largest logits of each row, and the mass of the rest, for a loss at temperature 2
   edl label corpus.jsonl --service lm --inputs ids=input_ids --ids id --outputs logprobs --top-k 64 --output labels
       sequences of tokens for a language model; each line is like {"id": "a-1", "input_ids": [5, 3, 9]}. A .parquet
-      file has them as columns, with input_ids as lists. Row t of the labels predicts token t + 1
+      file has these fields as columns, with input_ids as lists. Row t of the labels predicts token t + 1
   edl label corpus.npz --service lm --inputs ids=tokens --offsets begins --outputs logprobs --top-k 64 --output labels
       "tokens" holds the tokens of all sequences back to back; "begins" holds each sequence's first position, then the
       total number of tokens: 0, 4, 6, 11 for three sequences of 4, 2 and 5 tokens"""
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         offsets=options.offsets,
     )
     new = not Path(options.output).exists()
-    half: Any = "float16" if options.dtype == "float16" else None  # for servers that cannot send it
+    half: Any = "float16" if options.dtype == "float16" else None  # for servers that cannot send float16
     try:
         with SoftLabelCache(0, options.output, store_dtype=half) as cache:
             if options.job is None:
@@ -135,7 +135,7 @@ def parser() -> CommandParser:
     add = found.add_advanced_group("more about the data and the labels").add_argument
     add("--dataset", default="", metavar="TAG", help="tag to tell data sets and augmentations in one folder apart")
     add("--relabel", action="store_true", help="relabel all rows if FOLDER has labels for data other than DATA")
-    add("--offsets", metavar="KEY", help="sequences (docs/tokens.md): .npz array with each one's start position")
+    add("--offsets", metavar="KEY", help="sequences (docs/tokens.md): .npz array of their start positions")
     add("--sequences", action="store_true", help="the function's samples are sequences [tokens] of varying length")
     batch = "rows per request, or sequences to read at once for requests of 2,048 tokens (default: 32)"
     add("--batch", type=at_least(1), default=32, metavar="ROWS", help=batch)
@@ -247,10 +247,10 @@ def print_use(key: CacheKey, folders: Sequence[str], data: LabelDataset) -> None
     dtype = f", dtype={key.dtype!r}" if key.dtype else ""
     path, where = repr(folders[0]), repr(folders[0])
     if len(folders) == 1:
-        print("To read them in a DistillReader, by the same ids:")
+        print("To read the labels in a DistillReader, by the same ids:")
     else:
         path, where = "'TOGETHER'", f"[{', '.join(map(repr, folders))}]"
-        print("To read them in a DistillReader, copy all into one: SoftLabelCache(path='TOGETHER').add_folder(FOLDER)")
+        print("For a DistillReader, copy all folders into one: SoftLabelCache(path='TOGETHER').add_folder(FOLDER)")
     print(f"  DistillReader(…, cache=SoftLabelCache(path={path}), id_field=…{dataset}{top_k}{dtype})")
     print("Without a DistillReader" + (", from their current folders:" if len(folders) > 1 else ":"))
     print(f"  edl.distill.cache.load_labels({where}).{read}[{key.outputs[0]!r}]")

@@ -72,10 +72,10 @@ _REPORT_S: Final = 1.0
 _MOST_LISTED: Final = 20
 """Maximum number of given-up shards listed; the rest are only counted."""
 _FORMAT: Final = 1
-"""Format of the text, so that a different version of EDL raises an error instead of misreading it."""
+"""Format of a `LabelAgreement`, so that a different version of EDL raises an error instead of misreading it."""
 _SHARDS, _LEAST_ROWS, _MOST_ROWS = 64, 32, 1024
-"""At least 64 shards, so that a dozen processes end at about the same time. However, a shard has at least as many rows
-as a request, and otherwise at most 1,024 rows, which take between a second and a minute."""
+"""At least 64 shards, so that a dozen processes end at about the same time. However, a shard has 32 to 1,024
+rows, of which 1,024 take between a second and a minute, and never fewer rows than a request."""
 _OPTIONS: Final = {
     "model": "--model",
     "version": "--model-version",
@@ -118,7 +118,7 @@ class LabelAgreement:
             data, key = (json.dumps(fields[name]) for name in ("data", "key"))
             return cls(DataFingerprint.from_json(data), CacheKey.from_json(key))
         except (ValueError, TypeError, KeyError) as exc:
-            raise ProtocolError(f"the job's master has no labelling job that this EDL version can read: {exc}") from exc
+            raise ProtocolError(f"this version of EDL cannot read the job's description of its labels: {exc}") from exc
 
     def plan_differences(self, data: DataFingerprint, plan: LabelPlan) -> list[str]:
         """Describe how this process's data and options differ from the job's, as far as known without teachers."""
@@ -207,7 +207,7 @@ class _Worker:
                 raise NoMasterError(f"no master of job {self._job!r} leads after {_MASTER_S:g} s: is the store up?")
             if waited_s > _SAY_AFTER_S and not warned:
                 warned = True
-                print(f"waiting for a master of job {self._job}; a lost one is replaced soon", file=sys.stderr)
+                print(f"waiting for a master of job {self._job}; a lost master is replaced soon", file=sys.stderr)
 
     def _agreed(self, client: MasterClient) -> ShardLabeller | None:
         """Return a labeller that matches the job's agreement; None if the job is done."""
@@ -277,7 +277,7 @@ class _Worker:
         with (
             open_screen() as screen,
             contextlib.closing(BackgroundLoop("edl-label-progress", show_report)),
-            # Closed, not left: the labeller reports failures, and an error here says nothing about other shards.
+            # `closing`, since leaving the reader with an error would report a failure of each shard that it holds.
             contextlib.closing(ShardReader(client, _DATASET, explicit=True, on_poisoned="warn")) as reader,
         ):
             source = _MasterShards(reader, lambda: _note_folder(store, self._job, self._options.output))

@@ -212,12 +212,7 @@ def _parser() -> CommandParser:
         remedy="a master starts with one data set; a worker can create more (MasterClient.create_dataset)",
         help="range:N, lines:PATH, csv:PATH, parquet:PATH, files:PATTERN, follow:PATH, …",
     )
-    add(
-        "--shard-size",
-        type=int,
-        metavar="N",
-        help="samples, lines, rows or files per shard (default: depends on the kind)",
-    )
+    add("--shard-size", type=int, metavar="N", help="samples, lines, rows or files per shard (default: by kind)")
     add("--epochs", type=int, default=1, metavar="N", help="passes over the data; 0: no limit (default: 1)")
     add("--shuffle", action="store_true", help="shuffle the shards of each epoch")
     add = parser.add_advanced_group("more about the data").add_argument
@@ -299,7 +294,7 @@ def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, Dat
         for name, spec in specs.items():
             if client.describe_dataset(name) is not None:
                 try:
-                    client.create_dataset(name, spec)  # does nothing if it is the same
+                    client.create_dataset(name, spec)  # does nothing if the specification is the same
                 except ConflictError as exc:
                     raise _by_option(exc) from exc
         names = [str(dataset["name"]) for dataset in client.status()["datasets"]]
@@ -403,7 +398,7 @@ class WorkerAdviser:
         self._advice: WorkerAdvice | None = None
 
     def __call__(self) -> WorkerAdvice | None:
-        """Return how many workers a job should have; None if it is not running or has no rate, or if a rival leads."""
+        """Return how many workers a job should have; None if it does not run, has no rate, or a rival leads."""
         if not self._leads():
             self._advice = None
             return None

@@ -63,8 +63,8 @@ def show_looks(
 ) -> None:
     """Show what `read` returns: once or, with `every_s`, at each change of its `facts`, until `is_over` is True.
 
-    On a terminal, each result replaces the previous one. Elsewhere, each result is printed below its time or, with
-    `to_json`, as a line of JSON. If a later read fails, the reason is shown with the last result (with JSON, on
+    With `every_s` on a terminal, each result replaces the previous one. Elsewhere, each is printed below its time or,
+    with `to_json`, as a line of JSON. If a later read fails, the reason is shown with the last result (with JSON, on
     standard error). Only SettingsError ends the loop.
     """
     screen = console(width)

@@ -66,9 +66,9 @@ _WIDTH = 120
 _FORMATS: Final = (".png", ".svg", ".pdf")
 
 _DESCRIPTION = """\
-Draws an elastic job from its ledger, during or after the run: a row of states for each node, what happened when, and
-the goodput (the share of wall-clock time spent on steps that were finished once and not lost). In the terminal, each
-column shows only the state that took most of the time; the --out file shows all states, and the steps over time."""
+Draws a chart of an elastic job from its ledger, during or after the run: a row of states for each node, what happened
+when, and the goodput (the share of wall-clock time spent on steps, not counting repetitions of lost steps). In the
+terminal, each column shows only the state that took most of the time; the --out file shows all states, and steps."""
 
 _EXAMPLES = """\
 examples:

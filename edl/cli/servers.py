@@ -168,7 +168,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 _DASHBOARD = """\
 Serves a page with everything that a store knows: jobs with their members, goodput and throughput over time, teachers
-and their students, how many of them are wanted and why, the shards of masters, and what happened and why. The page
+and their students, how many teachers are wanted and why, the shards of masters, and what happened and why. The page
 is read-only. While it is open, the server reads the store once a second for all browsers."""
 
 _DASHBOARD_EXAMPLES = """\
@@ -204,8 +204,8 @@ def dashboard(argv: Sequence[str]) -> int:
         const="",
         default=[],
         metavar="NAMESPACE",
-        help="also show jobs and pools in a Kubernetes cluster: in this namespace, or the context's (in a pod, its "
-        "own); repeatable",
+        help="also show jobs and pools in a Kubernetes cluster: in this namespace, or the context's (in a pod, the "
+        "pod's); repeatable",
     )
     add_kubeconfig_options(add)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
@@ -256,8 +256,8 @@ def _add_allowed_hosts(parser: CommandParser) -> None:
 
 _PROXY = """\
 Acts like a vLLM server that returns prompt log-probabilities, backed by all live teachers of one or more services:
-language models from `edl serve --hf` and `edl register vllm://`. Point a trainer's single teacher URL (TRL,
-Axolotl, ms-swift, ...) at it to use teachers that come, go and die. It generates no text."""
+language models from `edl serve --hf` and `edl register vllm://`. Set a trainer's single teacher URL (TRL,
+Axolotl, ms-swift, ...) to the proxy to use teachers that come, go and die. The proxy generates no text."""
 
 _PROXY_EXAMPLES = """\
 examples:
@@ -271,7 +271,7 @@ examples:
 
 _PROXY_DETAILS = """\
 POST /v1/completions takes prompts as token ids with prompt_logprobs up to --top-k, and max_tokens 0 or 1. Teachers of
-`edl serve --hf` accept any temperature; engines accept 1 (0 means 1). With several services, "model" or the URL
+`edl serve --hf` accept any temperature; engines accept only 1 (0 means 1). With several services, "model" or the URL
 (/NAME/v1/completions) chooses one. /health returns 200 while every service has a live teacher (/NAME/health: that
 service), /livez while this process runs; /metrics is for Prometheus. While no teacher is live, a request waits for
 --teacher-timeout, then gets a 503.
@@ -298,12 +298,7 @@ def proxy(argv: Sequence[str]) -> int:
     add("--teacher-timeout", type=duration(), default=60.0, metavar="TIME", help=wait)
     add("--drain", type=duration(), default=30.0, metavar="TIME", help="time to finish after SIGTERM (default: 30s)")
     add("--model-version", "--version", metavar="V", default="", help="use only teachers of this model version")
-    add(
-        "--tokenizer",
-        metavar="PATH",
-        default="",
-        help="the student's tokenizer; teachers with a different one are refused",
-    )
+    add("--tokenizer", metavar="PATH", default="", help="student's tokenizer; refuse teachers with a different one")
     most = "maximum tokens in flight, in total and per request; further requests wait (default: 256 MiB of labels)"
     add("--max-tokens", type=int, metavar="N", help=most)
     _add_allowed_hosts(parser)
@@ -359,7 +354,7 @@ def _services_by_name(given: Sequence[str], model: str) -> dict[str, str]:
 _OPERATOR = """\
 Manages the ElasticJobs and TeacherPools in a cluster: creates their pods, replaces those that end, expands onto idle
 GPUs, and releases them. It finds the cluster as kubectl does, or by the service account of the pod that it runs in.
-Normally the chart starts it (serving/kube/chart); on your own machine it does the same, with your permissions.
+Normally, the chart (serving/kube/chart) starts the operator; on your own machine, it works with your permissions.
 
 All its state is in the resources' status. You can kill the operator at any moment: pods keep running, and the next
 operator continues from there. A second operator does no harm. While the API server is down, it waits.
@@ -368,8 +363,8 @@ The operator needs the CRDs, and the Role edl-operator in each namespace (docs/k
 ClusterRole edl-capacity, it sees which resources are idle before it starts a pod; otherwise, it learns this from
 pending pods.
 
-SIGTERM and Ctrl-C end the operator with exit code 143 or 130. With --http-port, it serves
-/livez, /readyz and /metrics."""
+SIGTERM ends the operator with exit code 143, Ctrl-C with 130. With --http-port, it serves /livez, /readyz and
+/metrics."""
 
 _OPERATOR_EXAMPLES = """\
 examples:
@@ -378,7 +373,7 @@ examples:
   edl operator --namespace team-a --namespace team-b --http-host :: --http-port 8652
       two namespaces, with probes and metrics on all interfaces
   edl operator --all-namespaces
-      the whole cluster, if its account may read all pods"""
+      the whole cluster, if the operator's account may read all pods"""
 
 
 def operator(argv: Sequence[str]) -> int:
@@ -405,12 +400,10 @@ def operator(argv: Sequence[str]) -> int:
     add("--workers", type=at_least(1), default=4, metavar="N", help="resources handled at once (default: 4)")
     resync = "look at each resource this often even if nothing happens; less often if there are hundreds (default: 10m)"
     add("--resync", type=duration(), default=600.0, metavar="TIME", help=resync)
-    add("--no-capacity", action="store_true", help="do not look at nodes or all pods, even if that is allowed")
+    add("--no-capacity", action="store_true", help="do not watch the cluster's nodes and pods, even if that is allowed")
     add_kubeconfig_options(add)
     add("--timeout", type=duration(), default=10.0, metavar="TIME", help="timeout of API requests (default: 10s)")
-    add(
-        "--http-port", type=port, metavar="N", help="serve /livez, /readyz and /metrics on this port; 0 for a free port"
-    )
+    add("--http-port", type=port, metavar="N", help="port of /livez, /readyz and /metrics; 0 for a free port")
     add("--http-host", default="127.0.0.1", metavar="HOST", help="address for --http-port (default: 127.0.0.1)")
     parser.add_log_options()
     options = parser.parse_args(argv)

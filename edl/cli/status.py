@@ -97,7 +97,7 @@ _STYLES = {
 
 _DESCRIPTION = """\
 Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput so far (the share
-of wall-clock time spent on steps that were finished once and not lost), and what happened recently. If the job has
+of wall-clock time spent on steps, not counting repetitions of lost steps), and what happened recently. If the job has
 a master, its shards are shown too, poisoned ones first. A job unknown to the default store is looked up in the
 kubeconfig's Kubernetes cluster; with --kube, --namespace, --context or --kubeconfig, only there. The reports of a
 job in Kubernetes are read from the job's store if that is your EDL_DISCOVERY, otherwise from --store."""
@@ -106,7 +106,7 @@ _EXAMPLES = """\
 examples:
   edl status myjob                          once, from the default store (your SQLite file)
   edl status myjob --watch                  refreshed every second until it ends or Ctrl-C
-  edl status myjob --json | jq .goodput     for programs; --watch: one JSON object per line
+  edl status myjob --json | jq .goodput     for programs; with --watch, one JSON object per line
   edl status myjob --store consul://10.0.0.7:8500
   edl status myjob -n research              from Kubernetes: with conditions, pods, how they ended, and events
   edl status myjob -n research --store consul://10.0.0.7:8500   if its agents report there and you trust that host
@@ -219,7 +219,7 @@ def _headline(status: JobStatus) -> Text:
 def _where_the_time_went(status: JobStatus) -> Text:
     elapsed = _duration(status.elapsed_s)
     if status.step < 0:
-        return Text(f"goodput unknown: in {elapsed} no step was reported (Checkpointer.save reports them)")
+        return Text(f"goodput unknown: in {elapsed} no step was reported (Checkpointer.save reports steps)")
     text = Text.assemble((f"goodput {status.goodput or 0.0:.1%}", "bold"), f" of {elapsed}")
     for state, seconds in status.seconds.items():
         if seconds:

@@ -35,15 +35,15 @@ _WIDTH = 240
 
 _DESCRIPTION = """\
 Shows the teachers that are registered: where they are, what they serve, and whether they are ready or draining.
-Invalid registrations are listed separately, with the reason. For a single service it also shows what its teachers
-compute, what students ask for, how long they wait, and how many teachers suffice."""
+Invalid registrations are listed separately, with the reason. For a single service, it also shows what its teachers
+compute, what students ask for and how long they wait, and how many teachers suffice."""
 
 _EXAMPLES = """\
 examples:
   edl teachers                     all services in the default registry (your SQLite file)
   edl teachers digits              one service, with its load: "3 live; 2 students wait 31% of their time; 5 would do"
   edl teachers digits --watch      again on each join, leave and change, until Ctrl-C
-  edl teachers --json | jq .       for programs; --watch: one JSON object per line
+  edl teachers --json | jq .       for programs; with --watch, one JSON object per line
   edl teachers --store consul://10.0.0.7:8500"""
 
 

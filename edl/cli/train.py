@@ -16,8 +16,8 @@ from edl.command_line import CommandParser, at_least, split_names
 from edl.errors import SettingsError
 
 _DESCRIPTION = """\
-Trains the network from model() in MODEL.py on the rows of a Parquet file. It is elastic, uses soft labels if
-you name teachers, and evaluates after each epoch. The trained model is written to --output."""
+Trains the network from model() in MODEL.py on the rows of a Parquet file. Training is elastic, and uses soft
+labels if you name teachers. With --eval, each epoch ends with an evaluation. --output gets the trained model."""
 
 _EXAMPLES = """\
 model.py (only model() is required):
@@ -35,13 +35,13 @@ examples:
   edl train model.py --data train.parquet --teachers digits --workers 4
       four workers here, which also learn from the teachers that `edl serve --service digits` registers
   edl train model.py --data 's3://bucket/train/*.parquet' --workers 1:4 --store consul://10.0.0.9:8500
-      one worker; start the same command again, here or elsewhere, to add another. Any of them may be killed
+      one worker; start the same command again, here or elsewhere, to add a worker. Any worker may be killed
   edl train model.py --data s3://bucket/train.parquet --output s3://bucket/trained --workers 1:4 --image student:1
       on Kubernetes"""
 
 _DETAILS = """\
 Each worker holds the whole table in memory. Numbers and lists of equal length become tensors; text, bytes and other
-lists come to transform() as lists. --output gets model.safetensors (the weights), model.pt2 (for
+lists are passed to transform() as lists. --output gets model.safetensors (the weights), model.pt2 (for
 `edl serve --torch-export`, if torch.export can trace the model) and metrics.json (by step)."""
 
 _LAUNCH = ("help_all", "model", "workers", "image", "job", "run", "checkpoint")
@@ -93,7 +93,7 @@ def parser() -> CommandParser:
         metavar="COLUMN,…",
         help="arguments of the model (default: all other columns)",
     )
-    add("--epochs", type=at_least(1), default=10, metavar="N", help="default: 10")
+    add("--epochs", type=at_least(1), default=10, metavar="N", help="number of epochs (default: 10)")
     add(
         "--batch",
         type=at_least(1),
@@ -115,7 +115,7 @@ def parser() -> CommandParser:
     add = found.add_advanced_group("more").add_argument
     names = "inputs of the teachers, and their columns (default: --inputs)"
     add("--teacher-inputs", type=split_names, default=[], metavar="NAME[=COLUMN],…", help=names)
-    add("--teacher-output", default="logits", metavar="NAME", help="default: logits")
+    add("--teacher-output", default="logits", metavar="NAME", help="output of the teachers (default: logits)")
     add("--micro-batch", type=at_least(1), metavar="ROWS", help="maximum rows that fit in a worker's memory at once")
     add("--seed", type=at_least(0), default=0, metavar="N", help="seed for weights and order (default: 0)")
     add("--checkpoint", default="", metavar="URL", help="where to store the state, in case all workers are lost")

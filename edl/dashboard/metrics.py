@@ -40,37 +40,27 @@ _RESTARTED: Final = 0.5
 _TEACHER_STATES: Final = ("starting", "ready", "draining", "lapsed")
 
 METRICS: Final = (
-    MetricSpec("edl_dashboard_store_up", "gauge", (), "1 if the last look at the Store and the registry succeeded."),
-    MetricSpec("edl_dashboard_unreadable_records", "gauge", (), "Records in the Store that cannot be read."),
+    MetricSpec("edl_dashboard_store_up", "gauge", (), "1 if the last read of the Store and the registry succeeded."),
+    MetricSpec("edl_dashboard_unreadable_records", "gauge", (), "Records in Store or registry that cannot be read."),
     MetricSpec("edl_job_state", "gauge", (*_JOB, "state"), "1 for the current state of the job."),
-    MetricSpec("edl_job_generation", "gauge", _JOB, "Current generation; grows by 1 with every restart."),
+    MetricSpec("edl_job_generation", "gauge", _JOB, "Current generation; increases by 1 at each restart."),
     MetricSpec("edl_job_world_size", "gauge", _JOB, "Ranks that train."),
-    MetricSpec("edl_job_wanted_workers", "gauge", _JOB, "Workers that the job's master wants, if one decides."),
+    MetricSpec("edl_job_wanted_workers", "gauge", _JOB, "Workers that the job's master wants, if it decides."),
     MetricSpec("edl_job_nodes", "gauge", (*_JOB, "state"), "Live nodes, by state."),
     MetricSpec("edl_job_left_out_hosts", "gauge", _JOB, "Hosts excluded because one of their GPUs failed."),
     MetricSpec("edl_job_step", "gauge", _JOB, "The last step that was finished."),
     MetricSpec("edl_job_steps_per_second", "gauge", _JOB, "Steps finished per second, over the last 15 s."),
     MetricSpec("edl_job_samples_per_second", "gauge", _JOB, "Samples trained per second, over the last 15 s."),
-    MetricSpec(
-        "edl_job_goodput_ratio",
-        "gauge",
-        _JOB,
-        "Share of the time since the job started that was spent on steps that count.",
-    ),
+    MetricSpec("edl_job_goodput_ratio", "gauge", _JOB, "Share of the job's time spent on steps, without repetitions."),
     MetricSpec("edl_job_seconds_total", "counter", (*_JOB, "category"), "The job's time by category."),
     MetricSpec("edl_master_up", "gauge", _JOB, "1 if a master leads and has reported recently."),
     MetricSpec("edl_master_shards", "gauge", (*_DATASET, "state"), "Shards by state: todo, doing, done, poisoned."),
     MetricSpec("edl_master_shards_done_total", "counter", _DATASET, "Shards done, in all epochs."),
     MetricSpec("edl_master_units_per_second", "gauge", _DATASET, "Units of the dataset done per second, recently."),
-    MetricSpec("edl_master_eta_seconds", "gauge", _DATASET, "Time until the dataset is done, at that rate."),
+    MetricSpec("edl_master_eta_seconds", "gauge", _DATASET, "Time until the dataset is done, at its current rate."),
     MetricSpec("edl_master_holders", "gauge", _DATASET, "Readers that hold shards or held some recently."),
     MetricSpec("edl_pool_replicas", "gauge", ("service",), "Teachers that are ready or starting."),
-    MetricSpec(
-        "edl_pool_wanted_replicas",
-        "gauge",
-        ("service",),
-        "Number of teachers that the advisor wants, if there is an advisor for the service.",
-    ),
+    MetricSpec("edl_pool_wanted_replicas", "gauge", ("service",), "Teachers that an advisor wants, if there is one."),
     MetricSpec("edl_service_teachers", "gauge", ("service", "state"), "Teachers by state."),
     MetricSpec("edl_service_students", "gauge", ("service",), "Students that report."),
     MetricSpec("edl_service_teacher_rows_total", "counter", _TEACHER, "Rows that the teacher has computed."),
@@ -78,9 +68,7 @@ METRICS: Final = (
     MetricSpec("edl_service_teacher_queue_rows", "gauge", _TEACHER, "Rows in the teacher's queue."),
     MetricSpec("edl_service_teacher_rows_per_second", "gauge", _TEACHER, "Rows computed per second, recently."),
     MetricSpec("edl_service_student_rows_total", "counter", _STUDENT, "Rows that the student has requested."),
-    MetricSpec(
-        "edl_service_student_wait_seconds_total", "counter", _STUDENT, "Time that the student waited for labels."
-    ),
+    MetricSpec("edl_service_student_wait_seconds_total", "counter", _STUDENT, "Time spent waiting for labels."),
     MetricSpec("edl_service_student_wait_ratio", "gauge", _STUDENT, "Share of time that the student waited, recently."),
 )
 """All metrics; a master's page also has the metrics in its own registry (`edl_master_journal_commit_seconds`)."""
@@ -138,7 +126,7 @@ class _Samples:
 
 
 class _Counters:
-    """Prevents slight decreases of counters: Prometheus takes any decrease for a restart from 0, and would recount all.
+    """Prevents slight decreases in counters: Prometheus takes a decrease for a restart, and would count all again.
 
     A counter may decrease slightly when a late record from a node moves seconds between categories, or when a worker
     that returns to its checkpoint gives shards back. A counter that falls below half of its highest value has

@@ -89,7 +89,7 @@ class LookLoop:
         self._background = BackgroundLoop("edl-dashboard-look", self._look)
 
     async def fresh(self, timeout_s: float) -> Published | None:
-        """Return a state no older than the poll interval; after `timeout_s`, the latest state, or None without any."""
+        """Return a state no older than the poll interval; after `timeout_s`, the latest state, if any."""
         latest = self.latest
         if latest is not None and time.monotonic() - latest.made_at <= self.pause_s:
             return latest
@@ -98,7 +98,7 @@ class LookLoop:
         return await self.newer_than(latest.look if latest is not None else -1, timeout_s) or self.latest
 
     async def newer_than(self, look: int, timeout_s: float) -> Published | None:
-        """Wait for a state newer than `look`; return None if there is none within `timeout_s`, or the loop closes."""
+        """Wait for a state newer than `look`; return None if there is none within `timeout_s`, or at `end`."""
 
         def there() -> bool:
             return self.closed or (self.latest is not None and self.latest.look > look)

@@ -118,14 +118,14 @@ class ChannelListener:
         return json.dumps(found).encode()
 
     def _context(self) -> tuple[ssl.SSLContext, str]:
-        """Return a TLS context, and its certificate's SHA-256, from the current files; raise if they do not match."""
+        """Return a TLS context and its certificate's SHA-256; RequestError if the current files cannot be used."""
         assert self._files is not None
         material = self._files.current()
         if self._tls is None or self._tls[0] != material.version:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             try:
                 context.load_cert_chain(self._files.settings.cert or "", self._files.settings.key)
-            except (OSError, ssl.SSLError) as exc:  # they are being replaced
+            except (OSError, ssl.SSLError) as exc:  # the files are being replaced
                 raise RequestError(grpc.StatusCode.UNAVAILABLE, f"the certificate cannot be used: {exc}") from exc
             assert material.pair is not None, "a server with TLS has a certificate"
             leaf = certificates_in(material.pair[0])[0]
@@ -351,7 +351,7 @@ class _ServerChannel:
         self._send(FrameKind.ERROR, number, [json.dumps(found).encode()])
 
     def _send(self, kind: FrameKind, number: int, body: Sequence[Buffer]) -> None:
-        counted = number in self._counted  # else another request may have this number then
+        counted = number in self._counted  # otherwise, another request may have this number by then
         self._socket.send(kind, number, body, (lambda: self._release(number)) if counted else self._adjust)
         self._adjust()
 

@@ -68,7 +68,7 @@ examples:
   edl register triton.example:8001 --service bert --model bert_fp16 --tls-ca ca.pem --token-file token
   edl register unix:/run/triton.sock --service bert                        students on this machine only
   edl register vllm://127.0.0.1:8000 --service qwen --model-version r1     a language model: row t predicts token t + 1
-  edl register vllm:// --help            with other options
+  edl register vllm:// --help            shows the options for vLLM and SGLang
 
 exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 
@@ -114,7 +114,7 @@ _GROUPS = (
             Option(
                 "ready-file", v.text, "PATH", "JSON file kept while the server is in discovery: endpoint, port, pid"
             ),
-            Option("exit-with", v.count, "PID", "exit when that process ends"),
+            Option("exit-with", v.count, "PID", "exit when process PID ends"),
             *PROCESS_OPTIONS,
         ),
         advanced=True,

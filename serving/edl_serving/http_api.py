@@ -4,8 +4,8 @@ An HTTP request is turned into the `ModelInferRequest` that a gRPC client would 
 checks are the same. Tensors are sent as JSON, or as raw bytes after the JSON
 (https://github.com/kserve/open-inference-protocol, the binary tensor extension).
 
-The metrics port has neither TLS nor tokens. So a server with credentials does not answer requests on this port, nor
-does a server whose port other hosts can reach. Students use gRPC, which is faster.
+The metrics port has neither TLS nor tokens. So requests on this port are refused if the server has credentials,
+or if more hosts can reach this port than the server's own. Students use gRPC, which is faster.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STATUS: Final = {
 class HttpApi:
     """A thread-safe WSGI application below `/v2`, whose requests `inference` answers on `loop`.
 
-    If `refusal` is not empty, all requests are refused with this reason.
+    If `refusal` is not empty, all requests except health checks are refused with this reason.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class HttpApi:
         if not 0 <= head <= length:
             raise invalid_argument(f"{_HEADER_LENGTH} is {head:,}, and Content-Length {length:,}")
         if length > self._max_bytes:
-            raise invalid_argument(f"{length:,} bytes is over {self._max_bytes:,} (edl serve --max-message)")
+            raise invalid_argument(f"{length:,} bytes exceed {self._max_bytes:,} (edl serve --max-message)")
         try:
             body = environ["wsgi.input"].read(length)
         except OSError as exc:  # the client disconnected, or is silent
@@ -144,7 +144,7 @@ class HttpApi:
             raise invalid_argument(f"{len(body):,} bytes arrived, but Content-Length is {length:,}")
         if head > _MOST_JSON:
             words = "send large tensors after the JSON, as raw bytes"
-            raise invalid_argument(f"{head:,} bytes of JSON, at most {_MOST_JSON:,}: {words}")
+            raise invalid_argument(f"{head:,} bytes of JSON exceed {_MOST_JSON:,}: {words}")
         try:
             fields = json.loads(body[:head])
         except (ValueError, RecursionError) as exc:

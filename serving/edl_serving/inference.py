@@ -52,7 +52,7 @@ _ELSEWHERE = {
 
 
 class InferenceServicer:
-    """Answers KServe v2's methods, and opens tensor channels; features that are None are turned off."""
+    """Answers KServe v2's methods, and opens tensor channels; None turns a feature off."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class InferenceServicer:
 
 
 class Call(NamedTuple):
-    """A call, stream or channel: its client, its span (empty if it sent none), and the shared memory it may use."""
+    """A call, stream or channel: its client, its span (empty for none), and the shared memory it may use."""
 
     client: str
     traceparent: str

@@ -75,7 +75,7 @@ class ServedModel:
         if name != self.name:
             raise not_found(f"unknown model {quote(name)}: this server has {self.name!r}")
         if version not in ("", self.version):
-            only = f"only {self.version!r}" if self.version else "and none that is known"
+            only = f"only {self.version!r}" if self.version else "because its version is unknown"
             raise not_found(f"model {self.name!r} has no version {quote(version)}, {only}")
 
     def metadata(self) -> kserve.ModelMetadataResponse:

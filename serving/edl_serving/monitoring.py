@@ -63,7 +63,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.computing_since_s: float | None = None  # `time.monotonic()` of the present call of the model
         self.rows = 0
-        self.faults: Counter[str] = Counter()  # requests that the model failed: "exception", "nan" or "output"
+        self.faults: Counter[str] = Counter()  # requests on which the model failed: "exception", "nan" or "output"
         self.batches: dict[int, tuple[int, float]] = {}  # calls of the model and their seconds, by rows
         self.queue_s = _Buckets(_SECONDS)  # from arrival to batch
         self.compute_s = _Buckets(_SECONDS)
@@ -151,8 +151,8 @@ class Metrics(Collector):
         yield rows
         for name, text, parts in (
             ("edl_teacher_batch_rows", "Rows in one call of the model.", [batch_rows]),
-            ("edl_teacher_queue_seconds", "From arrival to batch.", [worker.queue_s for worker in workers]),
-            ("edl_teacher_compute_seconds", "One call of the model.", [worker.compute_s for worker in workers]),
+            ("edl_teacher_queue_seconds", "Time from arrival to batch.", [worker.queue_s for worker in workers]),
+            ("edl_teacher_compute_seconds", "Time of one call of the model.", [worker.compute_s for worker in workers]),
         ):
             yield self._histogram(name, text, parts)
         for name, text, read in self._gauges:

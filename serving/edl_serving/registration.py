@@ -156,7 +156,7 @@ class InstanceReconciler:
         try:
             self._registry = open_registry(url)
         except DiscoveryError as exc:
-            _log.warning("discovery at %s does not answer yet: %s", url, exc)
+            _log.warning("discovery at %s has not answered yet: %s", url, exc)
         self._loop = BackgroundLoop("edl-reconciler", self._reconcile)
 
     @property
@@ -165,7 +165,7 @@ class InstanceReconciler:
         registration = self._registration
         if registration is not None and registration.error:
             return registration.error
-        return "" if self.published == self._desired else self._trouble or "not told yet"
+        return "" if self.published == self._desired else self._trouble or "not published yet"
 
     def set_desired(self, instance: Instance | None) -> None:
         """Set the instance that the registry should show, or None. Returns at once."""

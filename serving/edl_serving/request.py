@@ -85,7 +85,7 @@ class RequestDecoder:
         try:
             if len(header) > _MAX_HEADER:
                 raise invalid_argument(
-                    f"{len(header):,} bytes of names, shapes, parameters and typed contents, over {_MAX_HEADER:,}: "
+                    f"{len(header):,} bytes of names, shapes, parameters and typed contents exceed {_MAX_HEADER:,}: "
                     "tensors belong in raw_input_contents"
                 )
             plan = plan_request(codec.REQUEST.parse(header), self._model, self._max_rows)
@@ -153,8 +153,8 @@ def check_sequences(name: str, position: Array, max_sequence: int) -> None:
     if longest > max_sequence:
         row = int(position.argmax()) - longest + 1
         raise invalid_argument(
-            f"input {quote(name)}: the sequence that begins in row {row} has {longest} rows, but this server takes "
-            f"{max_sequence} (edl serve --max-tokens, --max-batch, or the model's own limit): cut it, or leave it out"
+            f"input {quote(name)}: the sequence that begins in row {row} has {longest} rows, but at most "
+            f"{max_sequence} are accepted (edl serve --max-tokens, --max-batch, or the model's limit): cut or omit it"
         )
 
 

@@ -82,7 +82,7 @@ class OutputOptions:
             )
 
     def apply_to(self, spec: TensorSpec, output: Array) -> dict[str, Array]:
-        """Return the arrays `[rows, ...]` to send for an output, by the names of `wire_names`."""
+        """Return the arrays `[rows, ...]` to send for an output, keyed by the names of `wire_names`."""
         if self.top_k is None:
             return {spec.name: self.cast(output)}
         self._check_classes(spec.name, output.shape[-1])
@@ -308,7 +308,7 @@ def _read_inputs(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
         _check_shape(tensor.datatype, shape, spec)
         if shape[0] > max_rows:
             raise invalid_argument(
-                f"input {quote(spec.name)} has {shape[0]} rows; this server takes {max_rows} in a request "
+                f"input {quote(spec.name)} has {shape[0]} rows; this server takes at most {max_rows} "
                 "(edl serve --max-queue)"
             )
         if shape[0] != header.inputs[0].shape[0]:

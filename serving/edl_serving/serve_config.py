@@ -141,7 +141,7 @@ _PROCESS = OptionGroup(
     "the process",
     (
         Option("ready-file", v.text, "PATH", "JSON file written when ready: endpoint, port, metrics_port, pid"),
-        Option("exit-with", v.count, "PID", "drain and exit when that process ends"),
+        Option("exit-with", v.count, "PID", "drain and exit when process PID ends"),
         *PROCESS_OPTIONS,
     ),
     advanced=True,

@@ -240,7 +240,7 @@ class TeacherServer:
             self.metrics.add_gauge(name, text, read)
         if regions is not None:
             self.metrics.add_gauge("edl_teacher_regions", "Regions of shared memory.", lambda: len(regions))
-            self.metrics.add_gauge("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
+            self.metrics.add_gauge("edl_teacher_region_bytes", "Bytes in these regions.", lambda: regions.nbytes)
         self._add_checks()
         if settings.metrics_port is not None:
             refusal = ""
@@ -334,7 +334,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
     ]
 
 
-_HOSTS = "give --host 127.0.0.1 for students on this machine, 0.0.0.0 for others too, or one of its addresses"
+_HOSTS = "give --host 127.0.0.1 for students on this machine, 0.0.0.0 for other machines too, or its own address"
 _REMEDIES = {
     errno.EADDRINUSE: "use another --port, or 0 for a free one",
     errno.EADDRNOTAVAIL: f"this machine has no such address; {_HOSTS}",
@@ -433,7 +433,7 @@ def _on_first_signal() -> asyncio.Event:
         for ended_by in _SIGNALS:
             loop.remove_signal_handler(ended_by)
             signal.signal(ended_by, signal.SIG_DFL)
-        _log.info("%s: draining; a second signal ends at once", number.name)
+        _log.info("%s: draining; a second signal ends the process at once", number.name)
         signalled.set()
 
     for number in _SIGNALS:

@@ -125,13 +125,13 @@ class ServerSettings:
             )
         if self.max_queue_rows < self.max_batch_rows:
             raise SettingsError(
-                f"max_queue_rows={self.max_queue_rows}: must hold a batch, max_batch_rows={self.max_batch_rows} "
+                f"max_queue_rows={self.max_queue_rows}: smaller than a batch, max_batch_rows={self.max_batch_rows} "
                 "(edl serve --max-queue, --max-batch)"
             )
         for name in _ROOM:
             if getattr(self, name) < self.max_message_bytes:
                 raise SettingsError(
-                    f"{name}={getattr(self, name)}: must hold a message, max_message_bytes={self.max_message_bytes} "
+                    f"{name}={getattr(self, name)}: smaller than a message, max_message_bytes={self.max_message_bytes} "
                     f"(edl serve --{name.replace('_', '-')}, --max-message)"
                 )
 

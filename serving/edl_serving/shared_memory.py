@@ -173,7 +173,7 @@ def _check_owner(key: str, found: os.stat_result, client: int, users: Collection
     owner = found.st_uid
     if owner not in users:
         raise invalid_argument(
-            f"shared memory key {quote(key)} belongs to user {owner}; this server accepts keys of "
+            f"shared memory key {quote(key)} belongs to user {owner}; this server accepts keys of users "
             f"{', '.join(map(str, sorted(users)))} (edl serve --shared-memory-user {owner})"
         )
     if client not in (owner, 0):
@@ -230,7 +230,7 @@ class RegionTable:
 
 
 class ClientRegions:
-    """The regions that a client can see, which are those of its user."""
+    """The regions that a client can see: those of its user."""
 
     def __init__(self, table: RegionTable, peer: str) -> None:
         self._table = table

@@ -108,7 +108,7 @@ def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     (person.folder / "steps.py").write_text(STEPS)
     said = person.run(*SUBMIT, "--name", "lonely", "--wait", "--timeout", "18", "steps.py", code=124)
     assert "no operator has handled it" in said
-    assert "not taken up" in person.run("jobs")
+    assert "not handled" in person.run("jobs")
     everywhere = [line for line in person.run("jobs", "-A").splitlines() if "lonely" in line]
     assert any(namespace in line for line in everywhere), everywhere
     watch, watched = person.start("jobs", "--watch")
@@ -119,7 +119,7 @@ def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     person.run(*SUBMIT, "--name", "first", *pool, "steps.py")
     said = person.run(*SUBMIT, "--name", "second", *pool, "steps.py", code=1)
     assert "omit --serve" in said
-    assert "deleted again" in said, "a script whose job was not made is not left behind"
+    assert "removed again" in said, "a script whose job was not made is not left behind"
     names = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
     assert "second" not in names
     person.run(*SUBMIT, "--name", "third", "--teachers", "digits", "steps.py")

@@ -54,7 +54,7 @@ class DemoPlan:
 
     @property
     def batches(self) -> int:
-        """Number of batches in the epoch, which come from each seed in turn."""
+        """Number of batches in the epoch; the seeds supply them in turn."""
         return self.seeds * self.steps
 
     @property

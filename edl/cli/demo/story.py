@@ -348,9 +348,9 @@ def _accuracies(result: DemoResult, digits: Digits) -> Table:
     rows = [
         row("teacher", size(Teacher()), f"{len(digits.images):,} images, labels", [result.teacher]),
         row("student alone", small, f"{result.plan.labelled} images, labels", result.alone),
-        row("student distilled", small, "the same, soft labels", result.distilled, "bold green"),
+        row("student distilled", small, "the same images, soft labels", result.distilled, "bold green"),
     ]
-    title = f"Accuracy on {len(digits.test_images)} images that no student has seen"
+    title = f"Accuracy on {len(digits.test_images)} images that no model has seen"
     return _table(title, ("", "parameters", "learned from", "mean", "lowest to highest"), rows)
 
 
@@ -428,7 +428,7 @@ def tell(plan: DemoPlan, screen: Screen) -> None:
     screen.step(f"A teacher learns from {len(digits.images):,} labelled images of handwritten digits.")
     teacher = _train_teacher(plan, digits, screen)
     teacher_accuracy = accuracy(teacher, digits.test_images, digits.test_labels)
-    screen.say(f"{size(teacher):,} parameters, accuracy {teacher_accuracy:.1%} on {len(digits.test_images)} others")
+    screen.say(f"{size(teacher):,} parameters, accuracy {teacher_accuracy:.1%} on {len(digits.test_images)} new images")
 
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-demo-"))
@@ -479,7 +479,7 @@ def tell(plan: DemoPlan, screen: Screen) -> None:
         )
         screen.console.print(f"In {plan.out}: the plot (demo.png), the figures (demo.json) and the teachers' logs.")
         if not findings.all_well:
-            raise EDLError(f"samples or labels were not delivered exactly once, correct and in order: {findings}")
+            raise EDLError(f"samples or labels were not delivered exactly once, correctly and in order: {findings}")
 
 
 def _train_teacher(plan: DemoPlan, digits: Digits, screen: Screen) -> Teacher:

@@ -287,7 +287,7 @@ class PodLog:
                 count += 1
             if self._stopping.is_set():
                 break
-        if not follow:  # an unfinished line at a connection's end may be half a line: the next one repeats it
+        if not follow:  # an unfinished line at a connection's end may be half a line: the next connection repeats it
             for line in self._lines.end():
                 self._write(self.pod.key, line)
         return count
@@ -422,7 +422,7 @@ class LogFollower:
                 self._note(f"{', '.join(names)} may still write: {words}")
                 return
             self._write_for(0.1)
-        while not self._waiting.empty():  # all readers are done, so it contains all remaining lines
+        while not self._waiting.empty():  # all readers are done, so the queue contains all remaining lines
             self._waiting.get()()
 
 
@@ -433,8 +433,8 @@ def _describe_wait(pod: MemberPod) -> str:
 # --- The command ---
 
 _DESCRIPTION = """\
-Shows the logs of a job's or pool's members, each prefixed by its member's name. With -f, it follows these logs, and
-those of replacement pods, until the job has ended."""
+Shows the logs of a job's or pool's members, each line prefixed by the member's name. With -f, the command follows these
+logs, and those of replacement pods, until the job has ended."""
 
 _EXAMPLES = """\
 examples:
@@ -503,7 +503,7 @@ def _show(client: KubeClient, target: Target, member: str | None, tail_lines: in
     whole = True
     selected = select_newest(_list_pods(client, target, member))
     if not selected:
-        raise EDLError(f"{target} has no such pods now; `edl status {target.name}` shows its phase and how pods ended")
+        raise EDLError(f"{target} has no matching pods now; `edl status {target.name}` says how pods ended")
     for pod in selected:
         try:
             PodLog(client, pod, tail_lines, screen.write, screen.note).read(follow=False)

@@ -79,7 +79,7 @@ def _read_range(spelled: str, option_value: str, lowest: int) -> ReplicaRange:
         raise ArgumentTypeError(f"{option_value!r}: expected a number, or MIN:MAX as in 1:8")
     least, most = int(found[1]), int(found[2] or found[1])
     if least < lowest or most < max(least, 1):
-        words = f"the minimum must be at least {lowest}, the maximum at least 1 and not below it"
+        words = f"the minimum must be at least {lowest}, and the maximum at least 1 and not below the minimum"
         raise ArgumentTypeError(f"{option_value!r}: {words}")
     return ReplicaRange(least, most)
 
@@ -99,7 +99,7 @@ def split_words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as exc:
-        raise ArgumentTypeError(f"{text!r}: {exc}: quote it as in a shell") from exc
+        raise ArgumentTypeError(f"{text!r}: {exc}: quote the value as in a shell") from exc
 
 
 def quantity(text: str) -> str:
@@ -234,7 +234,7 @@ def read_script(path: str) -> LocalScript:
         )
     name = Path(path).name
     if not all(char.isascii() and (char.isalnum() or char in "-_.") for char in name) or len(name) > 200:
-        raise SettingsError(f"{name!r}: a ConfigMap allows only letters, digits, '-', '_' and '.' in names: rename it")
+        raise SettingsError(f"{name!r}: names in a ConfigMap have only letters, digits, '-_.': rename the file")
     return LocalScript(path, name, content)
 
 
@@ -337,7 +337,7 @@ def _set_environment(container: Object, environment: Mapping[str, str]) -> None:
 
 
 def _literal(texts: Iterable[str]) -> list[str]:
-    """Escape texts: in containers, Kubernetes expands $(NAME) and replaces $$ with $."""
+    """Escape strings: in containers, Kubernetes expands $(NAME) and replaces $$ with $."""
     return [text.replace("$", "$$") for text in texts]
 
 
@@ -457,7 +457,7 @@ def _check_kind(path: str, number: int, item: Any) -> None:
 
 _TOP: Final = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
 _AMOUNTS: Final = ("limits", "requests", "overhead", "sizeLimit", "divisor")
-"""Fields of a pod that are quantities, which may be numbers or text."""
+"""Fields of a pod that are quantities, which may be numbers or strings."""
 _ELSEWHERE: Final = {
     **dict.fromkeys(("limits", "gpu", "gpus"), "resources.limits"),
     "requests": "resources.requests",
@@ -470,7 +470,7 @@ more fields."""
 
 
 def find_slips(manifest: Mapping[str, Any]) -> list[str]:
-    """Describe misspelled fields of a job or pool, and values that should be text but are not."""
+    """Describe misspelled fields of a job or pool, and values that should be strings but are not."""
     spec = manifest.get("spec")
     template = spec.get("template") if isinstance(spec, Mapping) else None
     slips = []
@@ -486,7 +486,7 @@ def _find_pod_slips(found: Any, kind: str, path: str) -> Iterator[str]:
     from kubernetes.client import models
 
     if kind == "str" and isinstance(found, (bool, int, float)):
-        yield f"{path} is {quote(found)}: it must be text: quote it"
+        yield f"{path} is {quote(found)}: expected a string: put it in quotes"
     elif kind.startswith("list[") and isinstance(found, list):
         for number, item in enumerate(found):
             yield from _find_pod_slips(item, kind[5:-1], f"{path}[{number}]")

@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     with open_cluster(options) as client:
         if options.file is None:
             pools = find_pools(client, options.teachers)
-            if len(options.teachers) == len(pools) == 1:  # its service may have a different name
+            if len(options.teachers) == len(pools) == 1:  # the pool's service may have a different name
                 (pool,) = pools.values()
                 service = (pool.get("spec") or {}).get("service") or options.teachers[0].service
                 options.env = {"EDL_SERVICE": service} | options.env
@@ -178,8 +178,8 @@ def _local_script(options: argparse.Namespace) -> LocalScript | None:
         return None
     script = read_script(options.script)
     _note(
-        f"{script.path} ({len(script.content):,} bytes) is sent as {script.path_in_pod}, only that file: "
-        "everything else that it imports or reads must be in the image (if it is there too: --script-in-image)"
+        f"{script.path} ({len(script.content):,} bytes) is sent as {script.path_in_pod}, and no other file: "
+        "everything that it imports or reads must be in the image (if it is there itself, pass --script-in-image)"
     )
     return script
 
@@ -204,19 +204,14 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     manifests = "jobs and pools in YAML or JSON, instead of SCRIPT; - for standard input"
     add("-f", "--file", action=_File, metavar="FILE", help=manifests)
-    add("--dry-run", action="store_true", help="print YAML for `kubectl apply -f -` without a cluster")
+    add("--dry-run", action="store_true", help="print YAML for `kubectl apply -f -`; contact no cluster")
     add("--wait", action="store_true", help="return when the job has ended: 0 if it succeeded, 1 if not")
     add("--follow", action="store_true", help="like --wait, and show the workers' output")
-    limit = "limit for --wait and --follow: then return 124; the job keeps running"
+    limit = "limit for --wait and --follow: return 124 then; the job keeps running"
     add("--timeout", type=duration(), metavar="TIME", help=limit)
     add = parser.add_argument_group("workers").add_argument
     add("--image", default="", metavar="IMAGE", help="image with Python, edl and what the script imports")
-    add(
-        "--name",
-        type=resource_name,
-        metavar="NAME",
-        help="name of the job (default: the script's name plus six digits)",
-    )
+    add("--name", type=resource_name, metavar="NAME", help="the job's name (default: the script's plus six hex digits)")
     size = "pods: begin with MIN, grow to MAX (default: 1)"
     add("--workers", type=replica_range(1), default=ReplicaRange(1, 1), metavar="MIN:MAX", help=size)
     add("--gpus", type=at_least(0), default=0, metavar="N", help="GPUs of each pod (default: 0)")
@@ -230,7 +225,7 @@ def _parser() -> CommandParser:
         dest="store",
         default="",
         metavar="URL",
-        help="where members meet (default: the operator's)",
+        help="store where members meet (default: the operator's)",
     )
     add("--checkpoint", default="", metavar="URL", help="where the job's state is stored")
     add = parser.add_argument_group("teachers").add_argument
@@ -271,8 +266,8 @@ class _File(argparse.Action):
 
 # --- Checking and creating the resources ---
 #
-# If one is refused, those created before it are deleted. If the API server does not respond, it may have created the
-# object, so nothing is deleted: the error lists what exists.
+# If a resource is refused, the earlier ones are deleted. If the API server does not respond, it may have created the
+# resource, so nothing is deleted: the error lists what exists.
 
 _ANY_STORE: Final = "edl://store"
 """Store to assume when checking a job that names none: the operator's default store is unknown here."""
@@ -294,7 +289,7 @@ def check_manifests(manifests: Sequence[Object]) -> None:
 def create_all(
     client: KubeClient, manifests: Sequence[Object], namespace: str, tell: Callable[[str], None]
 ) -> list[Object]:
-    """Create resources in order, and return the API's responses. If one is refused, delete the others.
+    """Create resources in order, and return the API's responses. If one is refused, delete the earlier ones.
 
     A job's script is created before the job, which then becomes the script's owner. Raises ConflictError if a name
     exists already.
@@ -316,9 +311,9 @@ def create_all(
             try:
                 client.delete(manifest_type(item), metadata["name"], metadata["namespace"], uid=metadata["uid"])
             except EDLError as exc:  # the refusal is the error to raise
-                tell(f"{_words(item)} could not be deleted again, nor anything created before it: {exc}")
+                tell(f"{_words(item)} could not be removed again, nor anything created before it: {exc}")
                 break
-            tell(f"{_words(item)} deleted again")
+            tell(f"{_words(item)} removed again")
         raise
     return made
 

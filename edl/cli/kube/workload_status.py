@@ -51,7 +51,7 @@ _WIDTH: Final = 160
 _STORE_S: Final = 3.0
 """Timeout of a job's store, which may be reachable only from pods."""
 _MAX_MESSAGE: Final = 100
-"""Maximum length of a message in a row; `edl status` shows the rest."""
+"""Maximum length of a message in a table; `edl status` shows the rest."""
 _SERVICE: Final = re.compile(r"edl://([a-z][a-z0-9-]*)\.([a-z0-9][a-z0-9-]*)(?:\.svc(?:\.[a-z0-9.-]+)?)?:(\d+)")
 """URL of a store behind a service of the cluster, as in the chart, with only characters that are safe in a command. A
 service's name starts with a letter, but an IP address does not."""
@@ -88,7 +88,7 @@ def workloads_table(items: Sequence[KubernetesWorkload], now_s: float, *, namesp
     headings = [*(["namespace"] if namespaces else []), kind, "phase", members, *middle, "age", "why"]
 
     def cells(item: KubernetesWorkload) -> list[str | Text]:
-        phase = item.phase or "not taken up"
+        phase = item.phase or "not handled"
         if kind == "job":
             left = "" if item.remaining_s is None or item.ended else f"~{age(item.remaining_s)}"
             extra = ["" if item.progress is None else f"{item.progress}%", left]
@@ -185,7 +185,7 @@ def workload_view(
 
 
 def _headline(item: KubernetesWorkload, now_s: float) -> Text:
-    phase = item.phase or "not taken up"
+    phase = item.phase or "not handled"
     head = Text.assemble(
         f"{item.kind} ",
         (printable(item.name), "bold"),
@@ -256,7 +256,7 @@ def _last_end(item: KubernetesMember, now_s: float) -> str:
 
 @dataclass(frozen=True)
 class WorkloadLook:
-    """The state of a job or pool; `job` is its status in its store; if None, `trouble` says why."""
+    """The state of a job or pool; `job` is the status in a job's store, `trouble` why it cannot be read."""
 
     item: KubernetesWorkload
     events: tuple[WorkloadEvent, ...]
@@ -306,7 +306,7 @@ def _read_store(url: str, named: str, job: str) -> tuple[JobStatus | None, str]:
 def show_workload(
     client: KubeClient, options: argparse.Namespace, show_job: Callable[[JobStatus], RenderableType]
 ) -> None:
-    """Run `edl status` for a job or pool in a cluster; `show_job` renders a job's status in its store."""
+    """Run `edl status` for a job or pool in a cluster; `show_job` renders the status in a job's store."""
     target = find_target(client, options.job)
     show_looks(
         lambda: read_workload(client, target, options.store or ""),

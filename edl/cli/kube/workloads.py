@@ -123,7 +123,7 @@ def find_target(client: KubeClient, text: str) -> Target:
         raise SettingsError(f"{name!r} is both a job and a pool: say job/{name} or pool/{name}")
     there = [str(item.get("metadata", {}).get("name")) for each in kinds for item in client.list(_TYPES[each]).items]
     what = f"no {kind}" if kind is not None else "no job and no pool"
-    hint = did_you_mean(name, there) or "; `edl jobs -A` lists all, of all namespaces"
+    hint = did_you_mean(name, there) or "; `edl jobs -A` lists those of all namespaces"
     raise SettingsError(f"there is {what} {name!r} in namespace {client.namespace!r}{hint}")
 
 
@@ -137,8 +137,8 @@ def list_pods(client: KubeClient, target: Target) -> list[Object]:
 
 _JOBS = """\
 Shows the jobs (ElasticJob) and pools of teachers (TeacherPool) of a namespace: their phase, how many members are
-ready and wanted, their bounds, their progress, and why they wait. `kubectl get elasticjobs,teacherpools` shows the
-same resources; `edl status JOB` shows one job in full."""
+ready and how many are wanted, their bounds, their progress, and why they wait. `edl status JOB` shows one job in full;
+`kubectl get elasticjobs,teacherpools` shows the same resources."""
 
 _JOBS_EXAMPLES = """\
 examples:
@@ -186,10 +186,10 @@ examples:
   edl scale first-job 4             four workers
   edl scale pool/digits 0           no teachers
   edl scale first-job 12 --max 12   more than the job was submitted with
-  edl scale first-job auto          as many as are useful and fit, within its bounds"""
+  edl scale first-job auto          as many workers as are useful and fit, within the bounds"""
 
 _OLD_MINIMUM: Final = (
-    "running pods keep the minimum they started with (`edl run --nnodes MIN:`); new pods get the new minimum"
+    "running pods keep the minimum that they started with (`edl run --nnodes MIN:`); new pods get the new minimum"
 )
 
 
@@ -227,8 +227,8 @@ def scale_patch(target: Target, count: int | None, least: int | None, most: int 
     high = spec.get("maxReplicas", max(low, 1)) if most is None else most
     if low < default or high < max(low, 1):
         raise SettingsError(
-            f"{target}: bounds {low} to {high} are invalid: the minimum must be at least {default}, the maximum at "
-            "least 1 and not below it (--min, --max)"
+            f"{target}: bounds {low} to {high} are invalid: the minimum must be at least {default}, and the maximum "
+            "at least 1 and not below the minimum (--min, --max)"
         )
     if count is not None and not low <= count <= high:
         bound = f"--min {count}" if count < low else f"--max {count}"
@@ -240,8 +240,8 @@ def scale_patch(target: Target, count: int | None, least: int | None, most: int 
 
 
 _SUSPEND = """\
-Stops all pods of a job or pool within its grace period, which frees their GPUs. A job with checkpoints continues
-from the last one when it is resumed; teachers drain first."""
+Stops all pods of a job or pool within its grace period, which frees their GPUs. When a job is resumed, it continues
+from its last checkpoint, or begins again if it has none. Teachers drain before they are stopped."""
 _RESUME = """\
 Restarts the pods of a suspended job or pool. A job continues from its last checkpoint, or begins again if it has
 none."""
@@ -277,8 +277,8 @@ def _set_suspended(command: str, argv: Sequence[str], suspended: bool, descripti
 # --- edl delete ---
 
 _DELETE = """\
-Deletes jobs and pools without asking. Kubernetes stops their pods within the pods' grace period and removes
-everything that belongs to them; registrations expire with their leases. Checkpoints are kept."""
+Deletes jobs and pools without asking. Kubernetes stops their pods within a grace period and removes everything
+that belongs to them; registrations expire with their leases. Checkpoints are kept."""
 
 _DELETE_EXAMPLES = """\
 examples:
@@ -322,7 +322,7 @@ def _wait_gone(client: KubeClient, targets: Sequence[Target], timeout_s: float) 
         try:
             left = [item for target in targets for item in _left(client, target)]
             trouble = ""
-        except KubernetesError as exc:  # it may be down for a moment; the deadline limits the wait
+        except KubernetesError as exc:  # the API server may be down for a moment; the deadline limits the wait
             trouble = f"; {exc}"
         if not left and not trouble:
             return

@@ -93,7 +93,7 @@ def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondit
     if metadata.get("deletionTimestamp"):
         return "Deleting"
     phase = text(status.get("phase"))
-    # Members of a running job keep running, whatever its spec becomes, and if one of them is refused.
+    # Members of a running job keep running, whatever its spec becomes, and even if one of them is refused.
     works = phase == "Running" or phase in _ENDED or bool(whole(status.get("readyReplicas")))
     refused = next((item for item in conditions if item.type == "Accepted" and item.status == "False"), None)
     goes_on = refused is None or refused.reason in _TRIED_AGAIN or refused.message.endswith(PREVIOUS_SPEC_APPLIES)
@@ -106,7 +106,7 @@ def _condition(found: _Json) -> KubernetesCondition:
 
 
 def _members(recorded: _Json, pods: Sequence[MemberPod] | None) -> tuple[KubernetesMember, ...]:
-    newest = {pod.key: pod for pod in pods or ()}  # they are in the order of attempts
+    newest = {pod.key: pod for pod in pods or ()}  # `pods` are in the order of attempts
     names = sorted(recorded.keys() | newest.keys(), key=_member_rank)[:_MAX_MEMBERS]
     known = pods is not None
     return tuple(_member(text(name), get_mapping(recorded, name), newest.get(name), known) for name in names)

@@ -118,7 +118,7 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
 
 
 def sort_jobs(jobs: Iterable[JobStatus]) -> list[JobStatus]:
-    """Return running jobs first, then ended jobs, latest first, then jobs that were given up."""
+    """Return running jobs first, then ended jobs, latest first, then jobs whose agents gave up."""
 
     def rank(job: JobStatus) -> tuple[int, float, str]:
         order = {"done": 1, "failed": 1, GAVE_UP: 2}.get(job.state, 0)

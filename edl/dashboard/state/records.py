@@ -15,7 +15,7 @@ from edl.errors import ProtocolError
 D = TypeVar("D")
 
 _MAX_TEXT: Final = 500
-"""Maximum length of a text: a reason of one or two sentences fits; a page of foreign text does not."""
+"""Maximum length of a string: a reason of one or two sentences fits; a page of foreign text does not."""
 _MAX_WHOLE: Final = 2**53
 """JavaScript cannot represent all whole numbers beyond this."""
 _MAX_ITEMS: Final = 1000
@@ -23,7 +23,7 @@ _MAX_ITEMS: Final = 1000
 
 
 def text(value: Any, limit: int = _MAX_TEXT) -> str:
-    """Return text, clipped; empty for anything else."""
+    """Return a string, clipped; an empty string for anything else."""
     if not isinstance(value, str):
         return ""
     return value[:limit].encode(errors="replace").decode()  # half a surrogate pair cannot be encoded

@@ -76,7 +76,7 @@ class KubernetesWorkload:
         store: URL of the Store, without secrets.
         ready: Number of working members.
         replicas: Number of members with a pod.
-        wanted: Wanted number of members.
+        wanted: Number of members wanted.
         scaling: "auto" or "external".
         progress: Percentage.
         remaining_s: Estimated time until the job is done.
@@ -153,7 +153,7 @@ class WantedCount:
     """The wanted number of teachers or workers.
 
     Attributes:
-        now: The number wanted now.
+        now: The number that existed when the record was written.
         since: Time since which this count is wanted.
         time: Time of the record; if it is older than a minute, no master is deciding.
         decisions: The last decisions, oldest first.
@@ -396,7 +396,7 @@ class DashboardState:
         version: Version of EDL.
         stale: Why the figures are old: the Store or the registry does not respond; empty if they are current.
         looked: Time of the last complete read; None before the first.
-        job: The only job shown, on its master's page; None for all.
+        job: The only job shown; None for all.
         jobs: Running jobs first, then ended jobs, latest first.
         more_jobs: Number of earlier ended jobs, which are left out.
         services: Services by name.

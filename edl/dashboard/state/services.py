@@ -148,9 +148,9 @@ def _teacher(
 
 _LAPSED: Final = "its lease expired: the process is dead or paused, or cannot reach the registry"
 _DRAINED: Final = "it had drained"
-_LEFT: Final = "its registration was removed: the process closed"
+_LEFT: Final = "its registration was removed: the process ended"
 _GONE: Final = (
-    "its record expired: the process closed, was killed, or was paused for longer than its lease "
+    "its record expired: the process ended, was killed, or was paused for longer than its lease "
     f"({DiscoverySettings.ttl_s:g} s by default)"
 )
 _STATES: Final = {
@@ -180,7 +180,7 @@ def _teacher_changes(name: str, old: Mapping[str, str], new: Mapping[str, str], 
         if state == old.get(teacher):
             continue
         if state is None:
-            if old[teacher] != "lapsed":  # the registry deletes a lapsed one after a while
+            if old[teacher] != "lapsed":  # the registry deletes a lapsed registration after a while
                 cause = {"draining": _DRAINED, "ready": _LEFT}.get(old[teacher], _GONE)
                 yield EventRow(now_s, "leave", "the teacher left", cause, service=name, node=teacher)
             continue

@@ -85,7 +85,7 @@ export class Connection {
     try {
       data = JSON.parse(event.data);
     } catch (error) {
-      this._onStatus("lost", `the server sent what is no JSON (${error.message})`);
+      this._onStatus("lost", `the server sent invalid JSON (${error.message})`);
       this._lastId = "";
       this._retry();
       return;
@@ -100,7 +100,7 @@ export class Connection {
   _watch() {
     const waited = (performance.now() - this._opened) / 1000;
     if (this._retryTimer !== null || this.silentS < STALL_S || waited < STALL_S) return;
-    this._onStatus("lost", "nothing came, not even a heartbeat");
+    this._onStatus("lost", "the server sent nothing, not even a heartbeat");
     this._lastId = "";
     this._open();
   }

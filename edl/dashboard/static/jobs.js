@@ -59,7 +59,7 @@ class JobCard {
     this._item = item;
     const { job } = item;
     this._badge.update(job.state);
-    setText(this._headline, job.masterOnly ? "no worker's agent is known; its master reports shards, below" : headline(job));
+    setText(this._headline, job.masterOnly ? "no agent has reported; the shards that the master reports are below" : headline(job));
     this._draw();
   }
 
@@ -113,8 +113,8 @@ class Summary {
     this._facts.update([
       ["goodput", job.goodput === null ? "unknown" : percent(job.goodput),
         job.goodput === null
-          ? "No step was reported: Checkpointer.save reports them"
-          : "Part of the wall-clock time that went into steps which were finished once and not lost"],
+          ? "No step was reported: Checkpointer.save reports steps"
+          : "Share of the wall-clock time spent on steps, not counting repetitions of lost steps"],
       ["samples/s", figure(job.samplesPerS)],
       ["steps/s", figure(job.stepsPerS)],
       ["step", job.step !== null && job.step < 0 ? "none yet" : count(job.step)],

@@ -16,7 +16,7 @@ export class KubernetesView {
     this._stale = element("p", { class: "stale", role: "status" });
     this._list = element("div", { class: "cards" });
     this._more = new MoreButton(CARDS_SHOWN, "jobs and pools", () => this.update(this._state));
-    this._none = element("p", { class: "hint" }, "There are no jobs and no pools; ", element("code", {}, "edl submit"), " makes one.");
+    this._none = element("p", { class: "hint" }, "There are no jobs or pools; ", element("code", {}, "edl submit"), " creates one.");
     this._older = element("p", { class: "headline" });
     section.append(this._where, this._stale, this._none, this._list, this._more.root, this._older);
     this._made = 0;
@@ -77,7 +77,7 @@ class WorkloadCard {
     const { workload, spacious } = item;
     setText(this._kind, workload.kind);
     setName(this._name, spacious ? `${workload.namespace}/${workload.name}` : workload.name);
-    this._badge.update(workload.phase === "" ? "not taken up" : workload.phase);
+    this._badge.update(workload.phase === "" ? "not handled" : workload.phase);
     setText(this._headline, headline(workload));
     this._draw();
   }
@@ -123,7 +123,7 @@ class Summary {
     const trace = failed === undefined ? "" : (failed.message || failed.reason).trim();
     this._trace.hidden = trace === "";
     setText(this._trace, trace);
-    const waits = "No operator has looked at it yet: does edl operator run for this namespace?";
+    const waits = "No operator has handled it yet: is edl operator running for this namespace?";
     const message = workload.phase === "" ? waits : workload.message.trim();
     this._message.hidden = message === "" || trace !== "";
     setText(this._message, message);
@@ -139,7 +139,7 @@ class Summary {
       facts.push(["progress", workload.progress === null ? UNKNOWN : `${count(workload.progress)}%`]);
       facts.push(["left", workload.ended !== null || workload.remainingS === null ? UNKNOWN : `~${brief(workload.remainingS)}`]);
     } else {
-      facts.push(["borrowed", count(workload.borrowed), "Teachers beyond the least, on GPUs that others leave idle"]);
+      facts.push(["borrowed", count(workload.borrowed), "Teachers beyond the minimum, on idle GPUs"]);
     }
     facts.push([workload.ended === null ? "running for" : "ran for", began === null || end === null ? UNKNOWN : brief(end - began),
       began === null ? "" : `Began ${fullTime(began)}`]);
@@ -178,7 +178,7 @@ class Members {
       column("node", "", (cell, { member }) => setNameCell(cell, member.node)),
       column("try", "number", (cell, { member }) => {
         setText(cell, count(member.attempt));
-        setTitle(cell, "Pods that it has had before this");
+        setTitle(cell, "Number of earlier pods of this member");
       }),
       column("failures", "", (cell, { member }) => setNameCell(cell, failures(member))),
       column("why, and how it ended last", "wide", (cell, { member, now }) => setNameCell(cell, explained(member, now), member.end === null ? "" : member.end.message)),

@@ -8,7 +8,7 @@ const GOOD = new Set(["running", "ready", "train", "done", "join", "joined", "fi
   "succeeded"]);
 const BUSY = new Set(["forming", "rendezvous", "load", "save", "starting", "loading", "draining", "rollback", "idle",
   "restart", "relaunch", "generation", "leave", "unready", "wanted", "retried", "takeover",
-  "pending", "suspended", "deleting", "ending", "unscheduled", "waiting", "not taken up"]);
+  "pending", "suspended", "deleting", "ending", "unscheduled", "waiting", "not handled"]);
 const BAD = new Set(["failed", "down", "lost", "kill", "killed", "exit", "hang", "error", "faulty", "straggler", "poisoned",
   "expired", "gave up", "lapsed", "silent", "stopped", "unreachable", "refused", "oom", "rejected"]);
 const OLD_S = 60; // of a wanted count: masters write it every 10 s

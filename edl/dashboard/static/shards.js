@@ -64,7 +64,7 @@ class DatasetCard {
     setText(this._silent, words);
     this._poisoned.update({ dataset, job, now });
     const parts = [
-      ["poisoned", "failed too often: kept, and given to nobody"],
+      ["poisoned", "failed too often, and skipped until put back"],
       ["done", "reported done"],
       ["doing", "given to a holder"],
       ["todo", "waiting"],
@@ -81,7 +81,7 @@ class DatasetCard {
 
 function masterWords(master) {
   if (master.state === "silent") return `The job's master has reported nothing for ${age(master.ageS)}: these figures are old.`;
-  return master.state === "stopped" ? "The job's master has stopped; a new one goes on where it was." : "";
+  return master.state === "stopped" ? "The job's master has stopped; a new master continues from there." : "";
 }
 
 function headline(dataset) {

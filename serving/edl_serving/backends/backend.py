@@ -94,7 +94,7 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise SettingsError("a tensor needs a name")
+            raise SettingsError("a tensor has an empty name")
         try:
             dtype_of(self.datatype)
         except ProtocolError as exc:
@@ -228,7 +228,7 @@ class Backend(abc.ABC):
         """
 
     def find_fault(self) -> str:
-        """Return the reason why the model cannot take requests now; an empty text if it can.
+        """Return the reason why the model cannot take requests now; an empty string if it can.
 
         The server calls this every second on its event loop, so it must return at once. While this method returns a
         fault, the server is not ready and is not in discovery.
@@ -314,7 +314,7 @@ def parse_spec(text: str) -> TensorSpec:
     try:
         shape = tuple(-1 if size in ("?", "-1") else int(size) for size in sizes)
     except ValueError:
-        raise SettingsError(f"tensor {text!r}: sizes are whole numbers, or -1 for any, separated by commas") from None
+        raise SettingsError(f"tensor {text!r}: expected whole numbers as sizes, or -1 for any size") from None
     return TensorSpec(match["name"], _datatype(match["type"]), shape)
 
 

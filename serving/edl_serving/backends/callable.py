@@ -4,7 +4,7 @@ The function takes a dictionary of arrays, `{input name: [rows, *shape]}`, and r
 same number of rows in the same order; a single output may be returned as the bare array. The function may have these
 attributes:
 
-- `inputs`, `outputs`: tensors as text, such as `["image:uint8[3,224,224]"]`, unless the command line specifies them;
+- `inputs`, `outputs`: tensors as strings, such as `["image:uint8[3,224,224]"]`, unless the command line specifies them;
 - `version`: identifies the weights;
 - `warm_up(max_rows)`, which replaces the default warm-up (two calls on zeros), and `close()`;
 - `sequence_input`, `max_sequence`: see `Backend`;

@@ -99,7 +99,7 @@ class UserModules:
             yield self._unread.popleft()
 
     def find(self, name: str) -> types.ModuleType | None:
-        """Find a module by name, first among the user's: a user's file may have the name of an imported module."""
+        """Find a module by name, first among the user's modules, since their names may equal those of others."""
         return self._found.get(name) or sys.modules.get(name)
 
     def read_source(self, module: types.ModuleType) -> bytes:
@@ -483,7 +483,7 @@ def _generated_code(kind: type, value: Any) -> types.CodeType | None:
 
 
 def _code_text(code: types.CodeType) -> str:
-    """Return a text that tells apart functions with the same name in one source file, by line and bytecode."""
+    """Return a string that tells apart functions with the same name in one source file, by line and bytecode."""
     constants = [_constant_text(constant) for constant in code.co_consts]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return repr((code.co_name, code.co_firstlineno, code.co_flags, code.co_code, names, constants))

@@ -51,7 +51,7 @@ class PaddleBackend(DescribedBackend):
         sampled = tuple(spec_of(name, array) for name, array in (sample or {}).items())
         specs = parse_specs(source.inputs) or declared or sampled
         if {spec.name for spec in specs} != set(self._input_names):
-            why = f"got {', '.join(spec.name for spec in specs)}" if specs else "its files do not say more"
+            why = f"got {', '.join(spec.name for spec in specs)}" if specs else "its files do not give the shapes"
             raise SettingsError(f"--input: the model's inputs are {', '.join(self._input_names)}; {why}")
         named = [text.rpartition(":")[0] or text for text in source.outputs]
         self._by_name = bool(named) and set(named) <= set(self._output_names)

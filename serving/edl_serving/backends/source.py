@@ -62,7 +62,7 @@ class ModelSource:
         return top_name(self.target.rpartition(":")[0])
 
     def settings(self) -> bytes:
-        """Return the settings that change a model's outputs but are not in its weights; they are part of its version.
+        """Return the settings, part of the version, that change a model's outputs but are not in its weights.
 
         An option whose value is the path of a file or folder is hashed by the content, not by the path. The order of
         inputs and outputs counts, because a model may take and return them by position.

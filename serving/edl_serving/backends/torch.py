@@ -60,8 +60,8 @@ def to_tensor(array: Array, device: torch.device, dtype: torch.dtype | None = No
 class Normalization:
     """`(pixel / 255 - mean) / deviation` for the channels of uint8 images `[rows, channels, ...]`.
 
-    With uint8 images, students send a quarter of the bytes that floats would take. Each pixel is multiplied by `scale`
-    and `shift` is added, both of shape `[channels, 1, ...]`.
+    With uint8 images, students send a quarter of the bytes that floats would take. Each pixel is multiplied by `scale`,
+    and then `shift` is added; both have the shape `[channels, 1, ...]`.
     """
 
     scale: torch.Tensor

@@ -1,8 +1,8 @@
 """Queues requests and chooses the next batch. A plain state machine without threads or locks.
 
 Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows instead of bytes. Each
-client has a tag in virtual time. The tag of a new client starts at the tag that is being served now. It grows by the
-number of rows served to the client. The client with the smallest tag goes next. So a client with few requests waits
+client has a tag in virtual time. The tag of a new client starts at the tag that is being served now. A tag grows by
+the number of rows served to its client. The client with the smallest tag goes next. So a client with few requests waits
 only for the current batch and for its own batch, however many requests another client has queued.
 """
 

@@ -212,7 +212,7 @@ class Batcher:
             _log.debug("%d answers arrived after the event loop was closed", len(jobs))
 
     async def close(self, timeout_s: float) -> None:
-        """Refuse queued jobs, wait up to `timeout_s` for each worker to finish its batch, and close the backends."""
+        """Refuse queued jobs, give the workers up to `timeout_s` to finish their batches, and close the backends."""
         with self._wake:
             self._closing = True
             left = self.queue.clear()

@@ -52,7 +52,7 @@ class Executor:
             self.run_next_part(jobs)
 
     def run_next_part(self, jobs: Sequence[InferenceJob]) -> None:
-        """Compute only the next part of a job that is larger than a batch, otherwise as in `run_jobs`."""
+        """Do the same as `run_jobs`, but compute only the next part of a job that is larger than a batch."""
         jobs = [job for job in jobs if not job.cancelled]
         if not jobs:
             return
@@ -66,7 +66,7 @@ class Executor:
                 return
         except RequestError as error:
             # UNAVAILABLE concerns the backend: asking again for each job would only load a full engine more. Any other
-            # error may be caused by one request, and the others in the batch should still be answered.
+            # error may be caused by one request, and the other requests should still be answered.
             if len(jobs) > 1 and error.code is not grpc.StatusCode.UNAVAILABLE:
                 self._run_alone(jobs)
                 return

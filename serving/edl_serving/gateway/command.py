@@ -1,4 +1,4 @@
-"""`edl register vllm://HOST:PORT` and `sglang://…`: turn a language model that an engine serves into a teacher."""
+"""`edl register vllm://HOST:PORT` and `sglang://…`: make a teacher of a language model that an engine serves."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ GATEWAY_GROUPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(TeacherConfig):
-    """Settings of a teacher and its engine. If not `exact_model`, any model name means an engine's only model."""
+    """Settings of a teacher and its engine. Unless `exact_model`, any name means an engine's only model."""
 
     engine: EngineAccess
     engine_model: str

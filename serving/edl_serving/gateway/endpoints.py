@@ -248,11 +248,11 @@ def _sampling(k: int) -> dict[str, Any]:
 
 
 def _read_positions(positions: object, tokens: Sequence[int]) -> Entries:
-    """Read vLLM's `prompt_logprobs`: null for the first position, then for each `{token: {"logprob": …}}`."""
+    """Read vLLM's `prompt_logprobs`: null for the first position, `{token: {"logprob": …}}` for the others."""
     if not isinstance(positions, list):
         raise EngineAnswerError("the answer has no 'prompt_logprobs'")
     if len(positions) != len(tokens):
-        raise EngineAnswerError(f"'prompt_logprobs' has {len(positions)} positions, the prompt {len(tokens)} tokens")
+        raise EngineAnswerError(f"'prompt_logprobs' has {len(positions)} positions, but the prompt {len(tokens)}")
     ids: list[list[int]] = []
     values: list[list[Any]] = []
     own: list[Any] = []

@@ -451,12 +451,12 @@ def explain(engine: EngineAccess, path: str, exc: Exception, k: int = 0) -> str:
         return exc.message
     if isinstance(exc, EngineAnswerError):
         return (
-            f"{where} does not give log-probabilities of the prompt as they are needed: {exc}. Take vLLM or SGLang "
-            "itself, rather than a proxy before it"
+            f"{where} does not give log-probabilities of a prompt in a usable form: {exc}. Name vLLM or SGLang "
+            "itself, not a proxy in front of it"
         )
     assert isinstance(exc, EngineRefusal)
     if exc.status in (401, 403):
-        return f"{where} answers {exc.status} ({quote(exc.message)}): give its key by --engine-token-file FILE"
+        return f"{where} answers {exc.status} ({quote(exc.message)}): give its key with --engine-token-file FILE"
     most = most_k(exc.message)
     if most is not None:
         return (

@@ -98,7 +98,7 @@ def test_a_second_sigterm_ends_at_once() -> None:
     serve = {"metrics-port": 0, "drain-timeout": "1h"}
     with LocalTeacher("echo", delay_s=3600, serve=serve) as teacher, being_computed(teacher) as call:
         teacher.terminate()
-        wait_until(lambda: "a second signal ends at once" in teacher.log)
+        wait_until(lambda: "a second signal ends the process at once" in teacher.log)
         teacher.terminate()
         assert teacher.wait() == -signal.SIGTERM
         assert call.exception().code() is grpc.StatusCode.UNAVAILABLE

@@ -228,7 +228,7 @@ if os.geteuid() == 0:  # who else cannot give a file to another user
         key = make(64)
         os.chown(f"/dev/shm{key}", 65534, -1)
         with pytest.raises(
-            RequestError, match=r"belongs to user 65534; this server accepts keys of 0 .*--shared-memory-user"
+            RequestError, match=r"belongs to user 65534; this server accepts keys of users 0 .*--shared-memory-user"
         ):
             for_client(4, 1000).register(asked(key, 64))
         allowed = for_client(4, 1000, [65534])

@@ -201,7 +201,7 @@ def test_cluster_is_shown(look: Look) -> None:
         "2\N{MULTIPLICATION SIGN} out of memory, memory",
         "out of memory, exit code 137 on node2: Killed", "next try in 25 s · node lost", "Insufficient nvidia.com/gpu",
         "~13 min", "1 to 8", "MinAboveMax", states.MIN_ABOVE_MAX, 'File "/edl/script/train.py", line 31',
-        states.TRACE_END, "No operator has looked at it yet", "2 of 4 teachers ready", "NoIdleCapacity", "borrowed",
+        states.TRACE_END, "No operator has handled it yet", "2 of 4 teachers ready", "NoIdleCapacity", "borrowed",
         "external", "3 older jobs",
     ):  # fmt: skip
         assert words in text, words
@@ -293,7 +293,7 @@ def test_empty_store_says_what_to_do(look: Look) -> None:
     """Then a job comes and goes, whose history grows, and states with one thing each that is unlike the others."""
     server, page = look(states.EMPTY)
     text = page.evaluate(TEXT)
-    for words in ("Nothing runs here yet", "edl run ", "edl serve ", "edl master ", "edl demo --dashboard"):
+    for words in ("Nothing is running here yet", "edl run ", "edl serve ", "edl master ", "edl demo --dashboard"):
         assert words in text, words
     assert states.EMPTY["store"] in text
     shown = "[...document.querySelectorAll('main > section:not([hidden])')].map(each => each.id)"
@@ -323,7 +323,7 @@ def test_empty_store_says_what_to_do(look: Look) -> None:
     publish(server, page, states.EMPTY | {"jobs": [alone], "time": states.NOW + 1})
     text = page.evaluate(TEXT)
     for words in (
-        "no worker's agent is known",
+        "no agent has reported",
         "2 poisoned shards",
         "reported nothing for 75 s",
         "Throughput, units/s",
@@ -440,7 +440,7 @@ def test_lost_connection_is_said_and_mended(look: Look) -> None:
     with contextlib.closing(PageServer(states.EMPTY | {"time": states.NOW + 7}, server.server_port)):
         page.wait(LIVE)
         page.wait(f"{DRAWN} === '{states.NOW + 7:.0f}'")
-        assert "Nothing runs here yet" in page.evaluate(TEXT)
+        assert "Nothing is running here yet" in page.evaluate(TEXT)
 
 
 def test_silence_and_clocks_are_noticed(look: Look) -> None:
@@ -510,10 +510,10 @@ def test_page_of_the_real_server(browser: Browser, url: str, store: Store, tmp_p
     with DashboardServer(settings) as server:
         page = browser.open(server.url.replace("://", f"://me:{TOKEN}@"))
         page.wait(f"document.getElementById('content')?.dataset.time && {IS_LIVE}")
-        assert "Nothing runs here yet" in page.evaluate(TEXT)
+        assert "Nothing is running here yet" in page.evaluate(TEXT)
         put_wanted(store, "teachers/digits", 3, "students wait <b>much</b>")
         page.wait(f"{TEXT}.includes('3 teachers wanted') && {TEXT}.includes('students wait <b>much</b>')")
-        assert "Nothing runs here yet" not in page.evaluate(TEXT)
+        assert "Nothing is running here yet" not in page.evaluate(TEXT)
     page.wait(f"{TEXT}.includes('connection lost')")
     put_wanted(store, "teachers/digits", 5, "nobody looks")
     with DashboardServer(settings):

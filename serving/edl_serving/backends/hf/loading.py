@@ -61,7 +61,7 @@ def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
     if missing:
         raise SettingsError(
             f"--hf {str(folder)!r}: the checkpoint lacks {missing[0]} (missing weights: {len(missing)}), so "
-            f"its answers would be random: is it a model for a --task other than {task}?"
+            f"the outputs would be random: is the model for a --task other than {task}?"
         )
     for config in (model.config, model.config.get_text_config()):  # multimodal models configure text separately
         config.use_cache = False  # saves the keys and values of all layers, which only generation needs
@@ -78,7 +78,7 @@ def _existing_folder(path: str) -> Path:
     if not _weights(folder):
         raise SettingsError(
             f"--hf {str(folder)!r} has no .safetensors file, and other formats may run code when they are loaded: "
-            "save it with model.save_pretrained(FOLDER)"
+            "save the model with model.save_pretrained(FOLDER)"
         )
     return folder
 
@@ -130,7 +130,7 @@ def from_folder(source: ModelSource) -> Backend:
     if source.top_k is not None and not language:
         raise SettingsError(f"--top-k does not apply to --task {task}: students ask for parts of outputs themselves")
     if source.packing and task != "causal-lm":
-        raise SettingsError("--packing is for --task causal-lm")
+        raise SettingsError("--packing applies only to --task causal-lm")
     if source.threads is not None:
         torch.set_num_threads(source.threads)
     model = load_model(source, task, device_of(source.device))

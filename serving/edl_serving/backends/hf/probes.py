@@ -135,7 +135,7 @@ def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
             original = getattr(config, "max_position_embeddings", longest)
             if longest > original:
                 raise SettingsError(
-                    f"--hf: the labels that {kind} gives a sequence depend on earlier calls beyond {original} tokens "
+                    f"--hf: beyond {original} tokens, the labels that {kind} gives a sequence depend on earlier calls "
                     f"(rope_type dynamic): serve it with --max-tokens {original}"
                 )
         if rope["rope_type"] == "longrope":

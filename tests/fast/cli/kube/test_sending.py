@@ -113,7 +113,7 @@ def test_refusal_is_raised_though_deleting_fails() -> None:
     api.before |= {"ElasticJob": InvalidObjectError("no"), "delete": LOST}
     with pytest.raises(InvalidObjectError):
         submit(api, notes.append)
-    assert "could not be deleted again" in notes[-1]
+    assert "could not be removed again" in notes[-1]
 
 
 def test_job_of_the_same_name_is_not_ours() -> None:

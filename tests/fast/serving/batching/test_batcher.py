@@ -34,7 +34,7 @@ def test_what_never_fits_is_said(inside: StartInside, connect: Connect) -> None:
     """In place of a hint when to come again: an empty queue would have no room either, and the student ask for ever."""
     client = connect(inside(Mixed(), max_message_bytes=15_000, max_queue_bytes=15_000, max_queue_rows=200).target)
     # 200 rows of strings are 2,400 bytes in the message, and 16,400 more in memory.
-    for rows, said in ((200, "15,000.*--max-queue-bytes"), (201, "has 201 rows; this server takes 200")):
+    for rows, said in ((200, "15,000.*--max-queue-bytes"), (201, "has 201 rows; this server takes at most 200")):
         x, words = np.ones((rows, 1), np.float32), np.full((rows, 2), b"ab", object)
         with pytest.raises(grpc.RpcError, match=f"(?s)INVALID_ARGUMENT.*{said}"):
             client.infer_bytes(request_bytes({"x": x, "words": words}), timeout=TIMEOUT_S)

@@ -155,7 +155,7 @@ def test_a_late_refusal_is_one_clients() -> None:
         ([1, 2], "is 1 in row 0"),
         ([0, 1, 3], "is 3 in row 2, after 1"),
         ([0, 2**31 - 1, -(2**31)], "is 2147483647 in row 1, after 0"),
-        ([0, 0, 1, 2, 3, 4], "sequence that begins in row 1 has 5 rows, but this server takes 4"),
+        ([0, 0, 1, 2, 3, 4], "sequence that begins in row 1 has 5 rows, but at most 4"),
     ],
 )
 def test_rows_that_are_no_sequences(position: list[int], said: str) -> None:

@@ -101,16 +101,16 @@ class BackgroundLoop:
 def start_call(name: str, function: Callable[[], R]) -> Future[R]:
     """Call a function in a daemon thread of its own.
 
-    Unlike a `ThreadPoolExecutor`'s, the thread does not keep the process alive. Use this function for calls that may
-    hang, such as calls to storage that does not respond.
+    Unlike the threads of a `ThreadPoolExecutor`, this thread does not keep the process alive. Use this function for
+    calls that may hang, such as calls to storage that does not respond.
 
     Args:
         name: name of the thread; begins with `edl-`.
         function: called without arguments.
 
     Returns:
-        A future with the result or exception. Exceptions are not logged: if you ignore the future, use a
-        `BackgroundLoop` instead, so that exceptions are logged. In an event loop, await `asyncio.wrap_future(future)`.
+        A future with the result or exception. Exceptions are not logged: if you would ignore the future, use a
+        `BackgroundLoop`, which logs them. In an event loop, await `asyncio.wrap_future(future)`.
     """
     future: Future[R] = Future()
     future.set_running_or_notify_cancel()  # can no longer be cancelled, so the result can be set

@@ -9,7 +9,7 @@ the cgroup of the killed process:
 - version 1: `oom_kill` in `memory.oom_control`, since Linux 4.13, without the cgroups below this cgroup
   (https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, "OOM Control").
 
-Both counters include kills for any reason, also when the whole machine ran out of memory.
+Both counters also include kills that happened because the whole machine ran out of memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find_events_file(root: Path = Path("/")) -> Path | None:
             paths[2] = path
         elif "memory" in controllers.split(","):
             paths[1] = path
-    # If both versions are mounted, a controller is in version 1 if it has its own line there.
+    # If both versions are mounted, a controller with its own line is in version 1.
     for version, name in ((1, "memory.oom_control"), (2, "memory.events")):
         if version in paths and (folder := _find_folder(mounts, version, paths[version], root)):
             return folder / name

@@ -27,7 +27,7 @@ _TLS_TITLE: Final = "TLS and tokens (docs/security.md); files are reread on chan
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses the arguments of `command` ("edl label"); `--help` ends with `examples`, `--help-all` with `details`."""
+    """Parses arguments of `command` ("edl label"); `--help` ends with `examples`, `--help-all` also with `details`."""
 
     def __init__(self, command: str, description: str, examples: str = "", details: str = "") -> None:
         super().__init__(
@@ -151,7 +151,7 @@ class _HelpAll(argparse.Action):
 
 
 class Once(argparse.Action):
-    """Refuse a second value, but allow the `same_again`; argparse would use the last value. `remedy` ends the error."""
+    """Refuses a second value (with `same_again`, only a different one), unlike argparse. `remedy` ends the error."""
 
     def __init__(self, *args: Any, remedy: str, same_again: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

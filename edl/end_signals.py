@@ -30,7 +30,7 @@ def collect_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt; the next one ends the process."""
+    """Make SIGTERM raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt; a second one ends the process."""
 
     def leave(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)

@@ -84,7 +84,7 @@ class PermanentError(EDLError):
 
 
 class AccessDeniedError(PermanentError):
-    """Kubernetes refuses the credentials or the request. The message names the missing RBAC rule."""
+    """Kubernetes refuses the credentials or the request. The message names the RBAC rule, if one is missing."""
 
 
 class InvalidObjectError(PermanentError):
@@ -92,7 +92,7 @@ class InvalidObjectError(PermanentError):
 
 
 class ConflictError(PermanentError):
-    """Another holder has the key, lock or name."""
+    """Another holder has the key, lock or name; or an object in Kubernetes exists already or has changed."""
 
 
 class LeaseLostError(PermanentError):

@@ -11,7 +11,7 @@ import platform
 
 # Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # half a heap of glibc's arenas, 64 MiB: a larger one is refused
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # half of a heap (64 MiB) of glibc's arenas: glibc refuses a larger value
 _LEAST_THRESHOLD = 128 << 10
 """glibc's default; with a lower threshold, messages of ordinary size would cost system calls."""
 

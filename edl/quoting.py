@@ -48,7 +48,7 @@ def listed(words: Collection[str], most: int = _MOST_LISTED, separator: str = ",
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean "x"?` for the end of an error; empty if no known name is close. Ignores letter case."""
+    """Return `; did you mean 'x'?` for the end of an error; empty if no known name is close. Ignores letter case."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(quote(by_lower[name]) for name in near)}?" if near else ""

@@ -99,7 +99,7 @@ class Resource:
         return self._closers[0] is closer
 
     def _wait_released(self) -> None:
-        """Wait for another thread that is closing this object: it needs the owner's connection to release leases."""
+        """Wait for a thread that is closing this object: the thread needs the owner's connection to release leases."""
         if self._closers[0][0] != threading.get_ident():  # else a finalizer interrupted this very close
             self._released.wait(_CLOSE_S)
 

@@ -120,7 +120,8 @@ def allows_shared_file(environ: Mapping[str, str] | None = None) -> bool:
 def default_discovery_url() -> str:
     """Return the URL of a SQLite file for all of this user's processes on this machine.
 
-    The file is in the user's cache folder, or in `/var/tmp/edl-UID` if the cache folder is on a shared file system.
+    The file is in the user's cache folder, or in `/var/tmp/edl-UID` if the cache folder is on a shared file system
+    (unless `EDL_SHARED_FILE` is set).
 
     Raises:
         SettingsError: `/var/tmp/edl-UID` cannot be created, or is not private to this user.
@@ -338,7 +339,7 @@ class Credentials:
 
         Args:
             given: By name: `tls_ca`, `tls_cert`, `tls_key`, `tls_server_name`, `token_file` and
-                `allow_insecure_tokens`; others are ignored. For missing values and None, the environment is used.
+                `allow_insecure_tokens`; other names are ignored. For missing values and None, the environment is used.
         """
         names = ("ca", "cert", "key", "server_name")
         return cls.of(

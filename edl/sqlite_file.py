@@ -3,7 +3,7 @@
 SQLite keeps three files open: the database, its journal (`-wal`) and the memory that connections share (`-shm`). SQLite
 never checks that these files still exist. A process whose `-wal` was removed writes to a file that no other process
 reads, and later processes see an empty database. So a connection remembers the files that it opened, compares them with
-those at the path (`SqliteFile.change`), and is opened under a lock of the folder (`_opening`).
+those at the path (`SqliteFile.change`), and is opened while the folder is locked (`_opening`).
 
 The file must be on a local file system: SQLite's locks and shared memory do not work across machines. Containers on a
 machine may share the file through a common folder. If a process is stopped (SIGSTOP) in the microseconds of a write, it
@@ -45,10 +45,10 @@ _Inode = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tables:
-    """Describes a kind of file: its tables, and the texts of its errors."""
+    """Describes a kind of file: its tables, and parts of its error messages."""
 
     kind: str  # its name in messages, before the path
-    application_id: int  # in the file's header; a file with another one, or another version, is refused
+    application_id: int  # in the file's header; a file with another id or version is refused
     version: int
     schema: str  # statements that create the tables, separated by semicolons
     error: Callable[[str, bool], EDLError]
@@ -186,15 +186,15 @@ class SqliteFile:
             return
         what = (
             f"{self} is on {kind}, a shared file system. SQLite's locks and memory do not work between machines:"
-            " each would overwrite the others' changes"
+            " each machine would overwrite the others' changes"
         )
         if not allows_shared_file():
             raise SettingsError(
-                f"{what}. {self._tables.elsewhere}. If only this machine uses it, EDL_SHARED_FILE=1 allows it"
+                f"{what}. {self._tables.elsewhere}. If only this machine uses the file, set EDL_SHARED_FILE=1"
             )
         if place not in _warned:
             _warned.add(place)
-            logger.warning("%s. EDL_SHARED_FILE allows it: make sure that no other machine opens it", what)
+            logger.warning("%s. EDL_SHARED_FILE allows this: make sure that no other machine opens the file", what)
 
     def _open(self) -> None:
         for _ in range(_MOST_OPENINGS):
@@ -228,7 +228,7 @@ class SqliteFile:
             check_same_thread=False,
         )
         _open_files.add(weakref.ref(self, _open_files.discard))
-        # Invalid text in one row must not make the others unreadable.
+        # Invalid text in one row must not make other rows unreadable.
         self.sqlite.text_factory = lambda text: text.decode("utf-8", "replace")
 
     def _prepare(self) -> None:

@@ -21,8 +21,8 @@ def hash_tokenizer(path: str | Path) -> str:
     For a `tokenizer.json`, the hash covers the token of each id, but not how text is normalized, padded or truncated: a
     trainer that saves a tokenizer may change these settings, while the ids keep their meaning. For a folder without a
     `tokenizer.json`, the hash covers the vocabulary files and the ids of added tokens (`added_tokens.json`,
-    `added_tokens_decoder` in `tokenizer_config.json`). `path` is such a file, or a folder with such a file, such as a
-    model's folder.
+    `added_tokens_decoder` in `tokenizer_config.json`). `path` is one of these files, or a folder that contains them,
+    such as a model's folder.
     """
     place = Path(path).expanduser()
     try:
@@ -31,7 +31,7 @@ def hash_tokenizer(path: str | Path) -> str:
                 return _hash_json(place / "tokenizer.json")
             files = [place / name for name in _FILES if (place / name).is_file()]
             if not files:
-                raise SettingsError(f"{str(place)!r}: no tokenizer.json, nor {', '.join(_FILES)}")
+                raise SettingsError(f"{str(place)!r}: contains neither tokenizer.json nor any of {', '.join(_FILES)}")
             return _hash_files(files, _added_ids(place))
         return _hash_json(place) if place.suffix == ".json" else _hash_files([place])
     except OSError as exc:
@@ -39,7 +39,7 @@ def hash_tokenizer(path: str | Path) -> str:
 
 
 def resolve_tokenizer(tokenizer: str | Path) -> str:
-    """Return the hash for a tokenizer that a user gives as a path or a hash; empty, for any tokenizer, stays empty."""
+    """Return the hash for a tokenizer given as a path or a hash; an empty value (any tokenizer) stays empty."""
     text = str(tokenizer)
     if not text or text.startswith(_PREFIX):
         return text

@@ -351,8 +351,8 @@ class Dataset(abc.ABC):
     def read(self, lease: LeasedUnits) -> Iterator[Any]:
         """Read the samples of a lease.
 
-        Sample k is at position `lease.start` + k in the order of the shard's units. If a reader stops after k samples,
-        the next reader continues with the remaining units.
+        Sample k is unit number `lease.start` + k if the units of each shard are counted in the shard's order. If a
+        reader stops after k samples, the next reader continues with the remaining units.
 
         Args:
             lease: Units of this data set.
@@ -418,7 +418,7 @@ class Dataset(abc.ABC):
         return first, stop
 
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
-        """Return the current number of units (with unfinished units if `final`), and whether the source is complete.
+        """Return how many units there are now (with unfinished units if `final`), and whether the source is complete.
 
         After a call of `update`, earlier results are no longer valid. Raises `SourceError` if the source has shrunk or
         was replaced.
@@ -426,7 +426,7 @@ class Dataset(abc.ABC):
         raise NotImplementedError
 
     def _next_part(self, known: int, units: int) -> bytes:
-        """Return the index part from unit `known` to before `units`: all that `_look` counted, or all full shards."""
+        """Return the index part from unit `known` to before `units`: all that `_look` counted, or full shards only."""
         return b""
 
 

@@ -24,7 +24,7 @@ from edl.datasets.dataset import Dataset, IndexPart, Options, ShardSettings, Uni
 from edl.errors import EDLError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
-_BLOCK_NBYTES: Final = 4 << 20  # a disk reaches full speed well below that, and a reader holds at most two blocks
+_BLOCK_NBYTES: Final = 4 << 20  # a disk reaches full speed with smaller blocks, and a reader holds at most two blocks
 _PERMANENT: Final = {
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 }
@@ -64,7 +64,7 @@ def stat_file(path: str) -> FileStat:
             is_file, nbytes, version = not stat.S_ISDIR(found.st_mode), found.st_size, str(found.st_mtime_ns)
             nbytes = nbytes if stat.S_ISREG(found.st_mode) else None
     if not is_file:
-        raise SourceError(f"{quote(path)} is a folder, not a file: name the files in it, such as with /*")
+        raise SourceError(f"{quote(path)} is a folder, not a file: name the files in it, for example with /*")
     if nbytes is None:
         raise SourceError(f"{quote(path)} has no size: a pipe, a device or a stream cannot be read by offsets")
     return FileStat(int(nbytes), version)
@@ -115,7 +115,7 @@ def absolute(location: str) -> str:
 
 
 def list_files(location: str) -> list[str]:
-    """Return the sorted files for an absolute path, folder (recursive) or pattern; hidden files only if it names them.
+    """Return the sorted files at an absolute path, in a folder (recursively) or for a pattern; hidden ones if named.
 
     If a folder cannot be listed, an error is raised, because files might be missing from the result.
     """

@@ -85,7 +85,7 @@ class Follower:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not dataset.grows:
-            raise SettingsError(f"{name} does not grow; open one that does as 'follow:PATH'")
+            raise SettingsError(f"data set {name} does not grow: open growing data as 'follow:PATH'")
         self.error: EDLError | None = None
         self._client = client
         self._name = name
@@ -118,7 +118,7 @@ class Follower:
             timeout_s: Seconds to wait.
 
         Returns:
-            Whether the source ended, or the follower failed, within `timeout_s`.
+            Whether the follower has ended, because the source ended or `close` was called.
 
         Raises:
             EDLError: The error that ended the follower.

@@ -1,10 +1,10 @@
-"""Data sets to label: yields rows or sequences of tokens as inputs for the teachers' model, batch by batch.
+"""Opens data sets to label, which yield rows or sequences of tokens as inputs for the teachers' model, in batches.
 
 Unlike a `Dataset`, a `LabelDataset` yields ids and arrays, and only for rows that need a label. If the ids are known
 without loading rows (`IndexedData`), only the rows that need a label are loaded.
 
 Arrays in `.npy` and `.npz` files are mapped into memory if possible, and are never unpickled. Sequences from JSON lines
-and Parquet are held in memory: for each input one array of all tokens, with the start of each sequence.
+and Parquet are held in memory: one array of all tokens for each input, and the start of each sequence.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from edl.quoting import quote
 
 SampleId: TypeAlias = int | str
 KnownFilter: TypeAlias = Callable[[list[SampleId], dict[str, Any] | None], Array]
-"""Function that returns which ids need no label, bool [ids]. Its second argument contains the inputs if each label
-belongs to one text; otherwise it is None."""
+"""Function that returns which ids need no label, bool [ids]. Its second argument contains the inputs if the sequences
+are in arrays (`RaggedData`), and is None otherwise."""
 Batch: TypeAlias = tuple[list[SampleId], dict[str, Any]]
 """The ids, and the inputs by name: arrays [rows, ...], or for sequences, lists with one array [tokens, ...] per id."""
 
@@ -133,7 +133,7 @@ class IndexedData(LabelDataset):
             raise SettingsError(f"--ids: {ids.dtype} {list(ids.shape)}, expected one integer or string for {rows} rows")
         if ids is not None and len(set(ids.tolist())) < rows:
             ((twice, _),) = Counter(ids.tolist()).most_common(1)
-            raise SettingsError(f"--ids: the id {quote(twice)} appears twice; each sample needs its own")
+            raise SettingsError(f"--ids: the id {quote(twice)} appears twice; each sample needs its own id")
 
     @abc.abstractmethod
     def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
@@ -239,7 +239,7 @@ def _open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None, offsets
         if path.suffix == ".npy":
             if offsets is not None or len(wanted) > 1:
                 instead = "sequences and their offsets" if offsets is not None else "several inputs"
-                raise SettingsError(f"{str(path)!r} is one array, for one input; {instead} go into an .npz file")
+                raise SettingsError(f"{str(path)!r} contains one array, for one input; {instead} require an .npz file")
             return ArrayData(dict.fromkeys(wanted, _open_array(path)), found_ids)
         arrays = {name: _open_array(path, key) for name, key in wanted.items()}
         checksum = ",".join(f"{name}={_member(path, key).CRC:08x}" for name, key in sorted(wanted.items()))
@@ -263,7 +263,7 @@ def _member(path: Path, key: str) -> zipfile.ZipInfo:
 
 
 def _open_array(path: Path, key: str = "") -> Array:
-    """Return the array in an `.npy` file, or one in an `.npz` file; mapped if the file stores it as memory does."""
+    """Return the array in an `.npy` file, or the array `key` in an `.npz` file; mapped into memory if possible."""
     if not key:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(found, np.ndarray):
@@ -315,7 +315,7 @@ def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> R
     offsets = np.cumsum([0, *map(len, next(iter(parts.values())))])
     if len(offsets) < 2:
         raise SettingsError(f"data {str(path)!r} has no sequences")
-    ids_array = None if ids is None else np.array(found_ids, object)  # numpy's own strings lose trailing zeros
+    ids_array = None if ids is None else np.array(found_ids, object)  # numpy's own strings lose trailing NULs
     total = zlib.crc32(offsets.tobytes())
     for name, array in sorted(columns.items()):
         total = zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(name.encode(), total))
@@ -428,8 +428,8 @@ def _take_field(
 ) -> Any:
     """Return an input or the id from a sample: by key, by position in a tuple or list, or the sample itself.
 
-    `position` is used if `key` is None; `alone` means that the caller takes nothing else from the sample. With
-    `sequences`, a list of numbers is a sample, as returned by tokenizers.
+    In a tuple or list, `key` is used if it is a number, else `position`. `alone` means that the caller takes nothing
+    else from the sample. With `sequences`, a list of numbers (from a tokenizer) is then the input itself.
     """
     if sequences and alone and isinstance(sample, list) and sample and isinstance(sample[0], int | float):
         return sample
@@ -505,11 +505,11 @@ class SequenceData(IndexedData):
             yield self.ids_of(taken.popleft()), batch
         if taken:  # the loader mistakes a worker's StopIteration for its own end
             first = self.ids_of(taken[0])[0]
-            raise SourceError(f"the samples from {first!r} on are not loaded: the data set's code raises StopIteration")
+            raise SourceError(f"the samples from {first!r} on are missing: the data set's code raised StopIteration")
 
     @functools.cached_property
     def _worker_processes(self) -> Iterable[dict[str, Any]]:
-        """The processes. They run as long as this object exists: many passes follow, and starting processes is slow."""
+        """The worker processes, which run as long as this object exists: passes follow, and starting is slow."""
         from torch.utils.data import DataLoader
 
         return DataLoader(
@@ -542,7 +542,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class IterableData(LabelDataset):
-    """Samples in sequence. `make` returns a new iterable from the start on each call."""
+    """Samples in order. Each call of `make` returns an iterable that begins with the first sample."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _LOGGED_NBYTES: Final = 10 << 30  # bytes between two lines in the log: indexing a large text takes minutes
 _LOOK_NBYTES: Final = 256 << 20  # bytes read per check, so that the first shards are handed out within a second
 _TAIL_NBYTES: Final = 4096  # bytes at the end that are compared at every check, to detect a different file
-_MOST_SEGMENT: Final = 8 << 20  # bytes after which a segment ends within a shard: a reader holds one in memory
+_MOST_SEGMENT: Final = 8 << 20  # bytes after which a segment ends within a shard: a reader holds a segment in memory
 _COMPRESSED: Final = {
     b"\x1f\x8b\x08": "gzip",
     b"BZh91AY&SY": "bzip2",
@@ -53,7 +53,7 @@ _COMPRESSED: Final = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
-Pieces: TypeAlias = Iterator[tuple[memoryview, Numbers]]  # bytes of a file, and where units end in each
+Pieces: TypeAlias = Iterator[tuple[memoryview, Numbers]]  # pieces of a file, and where units end in each piece
 _BOM: Final = b"\xef\xbb\xbf"
 _NEWLINE, _RETURN = b"\n\r"
 _FIELD_LIMIT: Final = 64 << 20  # characters of a CSV field; Python's 131,072 are too few for some documents
@@ -340,7 +340,7 @@ class RecordsDataset(_TextDataset):
                 continue
             if len(row) != len(names):
                 raise SourceError(
-                    f"{quote(path)}: the record {quote(row)} has {len(row)} fields, not the {len(names)} of the columns"
+                    f"{quote(path)}: the record {quote(row)} has {len(row)} fields, but there are {len(names)} columns"
                 )
             record = dict(zip(names, row, strict=True))
             yield record if columns is None else {name: record[name] for name in columns}
@@ -404,7 +404,7 @@ def _decode(path: str, encoding: str, errors: str, line: bytes) -> str:
     except UnicodeError as exc:
         raise SourceError(
             f"{quote(path)}: the line {quote(line)} is not {encoding}: {exc}. Choose errors='replace' or a different "
-            f"encoding; lines: can also be read as bytes (encoding=None)"
+            f"encoding; with lines:PATH, you can also read bytes (encoding=None)"
         ) from exc
 
 
@@ -439,7 +439,7 @@ def _record_ends(path: str, options: Mapping[str, Any], data: bytes) -> Numbers:
     marks = view == mark
     quoted = np.bitwise_xor.accumulate(marks.view(np.uint8)).view(np.bool_)  # an odd number of quotes up to here
     opening, closing = np.flatnonzero(marks & quoted), np.flatnonzero(marks & ~quoted)
-    # If nothing precedes or follows it, the quote itself is checked, as if it were doubled.
+    # If nothing precedes or follows a quote, the quote itself is checked, as if it were doubled.
     before, after = view[np.maximum(opening - 1, 0)], view[np.minimum(closing + 1, len(view) - 1)]
     odd = [
         *opening[~np.isin(before, [delimiter, _NEWLINE, mark])],

@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
-# Marks of a node that no search reached, and of one that a path has used up; other marks are distances.
+# Marks of a node that no search reached, and of a node that a path has used up; other marks are distances.
 _UNSEEN, _SPENT = -1, -2
-# The largest ratio of two capacities that prices can still tell apart without overflow.
+# The smallest capacity relative to the largest one: with smaller capacities, prices would overflow.
 _SMALLEST_CAPACITY = 1e-290
 
 
@@ -49,7 +49,7 @@ def balance(
 
     Args:
         teachers: The capacity of each live teacher, by id: a relative weight, positive and finite.
-        students: The most teachers each student wants, by id; at least 1.
+        students: The most teachers that each student wants, by student id; at least 1.
         previous: The ids of each student's previous teachers, by student id. May include departed students and
             teachers.
 
@@ -212,7 +212,7 @@ def link(
         wants: How many teachers each student wants, from 0 to the number of teachers.
         low: The least load of every teacher, not negative.
         high: The largest load of every teacher; `high[t] - low[t]` is 0 or 1.
-        previous: The teachers that students had, by their index in `low`.
+        previous: Each student's previous teachers, by their index in `low`.
 
     Returns:
         The teachers, by student. No other valid answer keeps more links from `previous`.
@@ -224,7 +224,7 @@ def link(
 
 
 class _Flow:
-    """A flow; its nodes are students, then teachers, then a source of `spare` links, above teachers' lower bounds."""
+    """A flow; its nodes are students, then teachers, then a source of `spare` links above teachers' lower bounds."""
 
     def __init__(
         self, wants: Sequence[int], low: Sequence[int], high: Sequence[int], previous: Sequence[Sequence[int]]
@@ -252,7 +252,7 @@ class _Flow:
         self._rise()
         self._fill()
         while any(self.need):
-            # A level counts the new links on a path, which passes each student once.
+            # A level counts the new links on a path, and a path passes each student once.
             if not self._search() and self._rise() > self.students + 1:
                 raise ValueError("no links satisfy every student's and teacher's number")
         return self.links
@@ -345,7 +345,7 @@ class _Flow:
         return found
 
     def _prepare(self, after_spare: int) -> None:
-        """Group teachers by level and mark for the steps. `after_spare` marks the nodes after the spare node."""
+        """Group teachers by level and mark for the steps. `after_spare` is the mark of nodes after the spare node."""
         self.pools: dict[tuple[int, int], deque[int]] = {}
         for node in range(self.students, self.spare_node):
             self.pools.setdefault((self.level[node], self.marks[node]), deque()).append(node)

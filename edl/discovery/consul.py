@@ -200,10 +200,10 @@ class _SessionClaim(Claim):
             time.sleep(0.05)
 
     def _create(self) -> str:
-        """Create a session that ends as soon as the service is not alive; Consul then deletes the keys it has locked.
+        """Create a session that ends when the service lapses; Consul then deletes the keys that the session has locked.
 
         A session's own TTL is at least ten seconds, and Consul may double it, so the service's check normally ends the
-        session. The TTL ends it if the agent disappears and no longer runs the check.
+        session. The TTL ends the session if the agent disappears and no longer runs the check.
         """
         body = {
             "Name": "edl",
@@ -241,7 +241,7 @@ class _Pair(NamedTuple):
 
 
 def _pairs(client: ConsulClient, prefix: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[_Pair]]:
-    """Return all keys under `prefix`; with an index, wait until they differ from the state at that index."""
+    """Return the index and all keys under `prefix`; given an `index`, wait up to `wait_s` for a newer state."""
     answer = client.ask("GET", f"/v1/kv/{ROOT}{prefix}", accepts=(404,), wait=(index, wait_s), recurse="1")
     with client.understood():
         found = () if answer.status == 404 else json.loads(answer.body)
@@ -261,7 +261,7 @@ def _version(pair: _Pair | None) -> int:
 
 
 class ConsulRegistry(Registry):
-    """See `Registry`. It also lists services that others registered in Consul, if they are valid."""
+    """See `Registry`. Also lists the valid services that other programs have registered in Consul."""
 
     def __init__(self, target: ConsulTarget) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class _ServiceClaim(InstanceClaim):
 def _instances(
     client: ConsulClient, service: str, index: int | None = None, wait_s: float = 0.0
 ) -> tuple[int, Snapshot]:
-    """Return the instances of `service`; with an index, wait until they differ from the state at that index."""
+    """Return the index and the instances of `service`; given an `index`, wait up to `wait_s` for a newer state."""
     answer = client.ask("GET", f"/v1/health/service/{service}", wait=(index, wait_s))
     with client.understood():
         found = json.loads(answer.body) or ()

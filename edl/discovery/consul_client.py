@@ -174,7 +174,7 @@ class ConsulClient(Resource):
 
     @contextlib.contextmanager
     def understood(self) -> Iterator[None]:
-        """Translate errors raised while reading an answer, which something other than Consul may have sent."""
+        """Translate errors raised while reading an answer; a program other than Consul may have sent it."""
         try:
             yield
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:

@@ -163,11 +163,11 @@ class EtcdClient(Resource):
         return answer.header.revision, list(answer.kvs)
 
     def await_change(self, prefix: bytes, revision: int, wait_s: float) -> None:
-        """Wait until a key under `prefix` may have changed since `revision`, at most `wait_s`."""
+        """Wait until a key under `prefix` may have changed since `revision`, at most `wait_s` seconds."""
         self._check()
         index = self._preferred
         create = wire.WatchCreateRequest(key=prefix, range_end=_end(prefix), start_revision=revision + 1)
-        # A member without a leader would stay silent: with this it ends the stream.
+        # A member without a leader would stay silent; this makes it end the stream.
         metadata = (*self._login(time.monotonic() + self.target.timeout_s), ("hasleader", "true"))
         try:
             # A stream in both directions, like LeaseKeepAlive. etcd goes on answering after the last request.
@@ -222,7 +222,7 @@ class EtcdClient(Resource):
                 raise
 
     def call(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
-        """Call a method; every member but the last has at most `patience_s` to answer."""
+        """Call a method; if it is repeatable, each member but the last has at most `patience_s` seconds to answer."""
         self._check()
         deadline = time.monotonic() + self.target.timeout_s
         try:
@@ -230,7 +230,7 @@ class EtcdClient(Resource):
         except _RefusalError as refusal:
             if not (self.target.token and refusal.concerns_session):
                 raise
-        # It was refused before anything was done: the session has expired, or users have changed.
+        # The call was refused before anything was done: the token has expired, or users have changed.
         self.target.token = None
         return self._ask(method, request, self._login(deadline), deadline, patience_s)
 
@@ -253,7 +253,7 @@ class EtcdClient(Resource):
     def _ask(
         self, method: _Method[Q, A], request: Q, metadata: Metadata, deadline: float, patience_s: float = math.inf
     ) -> A:
-        """Ask the members in turn; each member but the last has at most `patience_s` to answer."""
+        """Ask the members in turn until one answers; see `call`."""
         failure: grpc.RpcError | None = None
         try:
             first, count = self._preferred, len(self._members)
@@ -400,7 +400,7 @@ class EtcdStore(Store):
         if answer is None:
             if claim is None:
                 raise DiscoveryError(
-                    f"{self._target}: not a valid etcd response: a lease has expired, but none was named"
+                    f"{self._target}: not a valid etcd response: a lease has expired, but the request named no lease"
                 )
             raise LeaseLostError("the lease has expired")
         if expected is not None and not answer.succeeded:

@@ -154,14 +154,14 @@ def choose_teachers(
 def choose_lapsed(
     student: str, room: int, lapsed: Iterable[Instance], links: frozenset[str] | None, last: Collection[str]
 ) -> frozenset[str]:
-    """Decide which lapsed teachers a student tries: at most `room`, the part of its limit that ready teachers leave."""
+    """Decide which lapsed teachers a student tries: at most `room`, which is its limit minus its ready teachers."""
     ranked = _ranked(student, (teacher.id for teacher in lapsed), last)
     ranked.sort(key=lambda name: links is not None and name not in links)
     return frozenset(ranked[: max(room, 0)])
 
 
 def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str]:
-    """Return the ids in `last` first, then the other `ids`, in an order specific to this student."""
+    """Return `ids` in an order specific to this student, with the ids in `last` first."""
     ranks = {name: (name not in last, hashlib.blake2b(f"{student}\0{name}".encode()).digest()) for name in ids}
     return sorted(ranks, key=ranks.__getitem__)
 
@@ -173,8 +173,8 @@ def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str
 class LinkPlan:
     """The teachers of every student, and the changes that the leader must make in the store.
 
-    `refused` maps the key of each invalid entry in the store to the reason. A student with an invalid entry gets no
-    links.
+    `refused` maps keys to reasons, for invalid entries in the store and for links that do not fit into a value. A
+    student whose limit is invalid gets no links.
     """
 
     links: Mapping[str, tuple[str, ...]]
@@ -192,8 +192,8 @@ def plan_links(
 ) -> LinkPlan:
     """Balance the teachers, and compare the result with the entries below `keys.links` (`stored`).
 
-    `students` contains the entries below `keys.students`. `remembered` contains the last planned links of students that
-    have no links in the store, because they talk to all teachers or have left.
+    `students` contains the entries below `keys.students`. `remembered` contains the last planned links, used for
+    students that have no links in the store because they talk to all teachers or have left.
     """
     limits: dict[str, int] = {}
     present: dict[str, bytes] = {}
@@ -235,7 +235,7 @@ class BalanceGroup(Watch):
     As long as all teachers fit within the student's limit, the student gets all of them, and the store is not needed.
     If there are more teachers, a leader assigns them (see the module docstring). A student that has no links, or whose
     store does not answer, keeps its teachers and adds other teachers up to its limit; the snapshot's `stale` then gives
-    the reason. A student always has a teacher while any teacher is live. A draining teacher is not assigned to
+    the reason. A student always has a teacher while any teacher is ready. A draining teacher is not assigned to
     students; students that already have this teacher see its state "draining". Teachers whose registration has lapsed
     fill the rest of the limit.
 
@@ -348,7 +348,7 @@ class BalanceGroup(Watch):
         stale = self._seen.stale
         if not choice.coordinated:
             why = f"students cannot agree on their teachers: {reason}" if reason else "students have not agreed yet"
-            why = f"{why}; this student continues with {len(choice.ids)} of its own choice"
+            why = f"{why}; this student continues with {len(choice.ids)} teachers of its own choice"
             stale = f"{stale}; {why}" if stale else why
         return replace(
             self._seen,

@@ -21,7 +21,7 @@ MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
 """With less than half a second, a busy machine misses renewals. Consul refuses more than a day."""
 MAX_META, MAX_META_BYTES = 60, 512
 """Consul's limits (64 names, four of which EDL uses), enforced everywhere so that programs work on every registry."""
-MAX_TAGS = 64  # the same as for metadata names; Consul itself has no limit
+MAX_TAGS = 64  # as many as Consul allows metadata names; Consul does not limit tags
 MAX_RECORD = 1_000_000
 """Maximum length of a record that is read, in characters. EDL's own records are at most a quarter as long, so that they
 fit into a store's value."""
@@ -257,7 +257,7 @@ def _meta(value: object) -> dict[str, str]:
     for key in value:
         if not isinstance(key, str) or not _META_KEY.fullmatch(key) or key in RESERVED_META:
             raise ValueError(
-                f"meta key {key!r:.80}: expected at most 128 letters, digits, '-' and '_', none of"
-                f" {', '.join(sorted(RESERVED_META))}, not starting with 'consul-' or 'edl-'"
+                f"meta key {key!r:.80}: expected at most 128 letters, digits, '-' and '_', not one of"
+                f" {', '.join(sorted(RESERVED_META))}, and not starting with 'consul-' or 'edl-'"
             )
     return {key: _text(f"meta {key!r}", text) for key, text in value.items()}

@@ -90,7 +90,7 @@ class Registration(Resource):
     """An instance that a background thread keeps registered until it is closed.
 
     The thread renews the lease four times per lease length. If the lease ended (the process was paused, or the registry
-    was restarted or lost its memory), the thread registers the instance again, with the values of `instance`. `close`
+    was restarted or lost its data), the thread registers the instance again, with the values of `instance`. `close`
     deregisters the instance. If the registry does not answer at that time, a warning is logged, and the registration
     lapses.
 
@@ -110,7 +110,7 @@ class Registration(Resource):
         self._updates: deque[_Update] = deque()
         self._updated = Notifier()
         self._announced = False
-        self._kept_until = 0.0  # monotonic; when it lapses, as far as this process knows
+        self._kept_until = 0.0  # monotonic time at which the registration lapses, as far as known here
         self._renew_at = time.monotonic() + ttl_s / RENEWALS
         self._announce()
         self._background = self._own(BackgroundLoop("edl-registration", self._step))
@@ -125,18 +125,18 @@ class Registration(Resource):
         """Why others may not see the instance: the last renewal failed or is taking too long. Empty without a fault."""
         # Checks the clock every time: a renewal may hang for longer than the lease, or the process was paused.
         if not self._error and not self._closed and time.monotonic() >= self._kept_until:
-            return f"its lease of {self._ttl_s:g} s has expired: a renewal takes longer than that"
+            return f"its lease of {self._ttl_s:g} s has expired: a renewal is taking longer than that"
         return self._error
 
     def update(self, instance: Instance) -> None:
-        """Replace what is registered, for example to start draining.
+        """Replace the registered values, for example to start draining.
 
         Args:
             instance: The new values, with the same service and id.
 
         Raises:
             SettingsError: The service or id is different, or the instance has values that no registry could hold.
-                Nothing has changed.
+                Nothing is changed.
             DiscoveryError: The registry cannot be reached. The new values are kept, and are written as soon as
                 possible.
             ClosedError: The registration is closed, or was closed during the call.
@@ -365,7 +365,7 @@ class _KeysClaim(InstanceClaim):
 
     @override
     def announce(self, instance: Instance) -> None:
-        # An update does not write it again: of two with the same id, the later sign of life counts.
+        # An update does not rewrite the sign of life: of two registrations with the same id, the later sign counts.
         self._alive.put(b"", 0)
         self._record.put(to_json(instance).encode(), None)
 
@@ -410,7 +410,7 @@ class _LeasedKey:
                 self._drop()
             except ConflictError as exc:  # an abandoned lease of this claim has not ended yet
                 raise DiscoveryError(str(exc)) from exc
-        raise DiscoveryError(f"{self._store!r}: a lease of {self._ttl_s:g} s expired while it was created")
+        raise DiscoveryError(f"{self._store!r}: a lease of {self._ttl_s:g} s expired before its key was written")
 
     def renew(self) -> bool:
         if self._claim is None:

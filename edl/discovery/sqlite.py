@@ -62,8 +62,8 @@ _POLL_S: Final = 0.1
 """Interval between checks: a process sees a change within this time. A check takes microseconds."""
 
 # A lease that ends later than its length allows was granted before the clock restarted. A service's records stay
-# visible until a process writes: while no process can (a full disk), none can renew either, and students keep their
-# teachers.
+# visible until a process writes: while no process can write (a full disk), no lease can be renewed either, and students
+# keep their teachers.
 _VISIBLE: Final = (
     "entry LEFT JOIN lease ON lease.id = entry.lease"
     " WHERE (entry.lease IS NULL OR lease.expires <= :now + lease.ttl_s"
@@ -144,7 +144,7 @@ class SqliteStore(Store):
 
 
 class StoreFile(Resource):
-    """A file and its connections: each transaction has its own connection, so none waits for another one's lock.
+    """A file and its connections: each transaction has its own connection, so a read waits for no other transaction.
 
     With `lazy`, the file is opened on first use, and any problem with the file then raises DiscoveryError.
 
@@ -230,12 +230,12 @@ class StoreFile(Resource):
             file.close()
             return
         self._idle.append(file)
-        if self._closed:  # `_release` may have run before it was returned
+        if self._closed:  # `_release` may have run before the file was returned
             self._release()
 
     def _connect(self) -> SqliteFile:
-        # SQLite lets all connections of a process to a file share their memory: a new one would read a new journal by
-        # the index of an older one, which has lost its `-wal` or `-shm`.
+        # In SQLite, all connections of a process to a file share memory: a new connection would read a new journal by
+        # the index of an older connection, which has lost its `-wal` or `-shm`.
         for older in SqliteFile.opened(self.path):
             self._discard(older, older.change())
         file = SqliteFile(self.path, _TABLES, self._timeout_s)
@@ -284,7 +284,7 @@ class StoreFile(Resource):
 
 
 class RowClaim(Claim):
-    """A row of `lease`, by its id."""
+    """A row of the table `lease`, given by its id."""
 
     def __init__(self, file: StoreFile, number: int) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ from edl.resource import Resource
 log = logging.getLogger("edl.discovery")
 
 MAX_VALUE_BYTES: Final = 256 * 1024
-"""Consul's transactions, which make compare-and-set atomic, take 512 KiB of JSON with the value in base64."""
+"""Consul's transactions, which make compare-and-set atomic, accept 512 KiB of JSON with the value in base64."""
 MAX_KEY_CHARS: Final = 512
 """Consul's limit, enforced everywhere so that a program works the same on every store."""
 RENEWALS: Final = 4
@@ -194,8 +194,8 @@ class Lease(Resource):
         """Whether the lease, and with it the lease's keys, has expired or may have expired.
 
         Uses only this process's clock, and sends no request. The holder counts from its request for a renewal, and the
-        store counts from its answer, so the holder is the first to notice that the lease has expired. Once the value is
-        True, it stays True, even after the whole process was paused; get a new lease then. True after `close`.
+        store from its later answer, so the holder is the first to notice that the lease has expired. Once True, the
+        value stays True, even after the whole process was paused; get a new lease then. True after `close`.
         """
         if not self._closed:
             self._check_process()
@@ -281,9 +281,9 @@ class Election(Resource):
         """Whether this candidate leads now; sends no request.
 
         The value is False from the moment when this candidate's lease may have expired, before any other candidate can
-        lead. Check it before every write that only a leader may make. A write that takes longer than the rest of the
-        lease may arrive after another candidate has become the leader, so use `compare_and_set` for such writes. The
-        value is False after `close`.
+        lead. Check this value before every write that only a leader may make. A write that takes longer than the rest
+        of the lease may arrive after another candidate has become the leader, so use `compare_and_set` for such writes.
+        The value is False after `close`.
         """
         if not self._closed:
             self._check_process()
@@ -333,7 +333,7 @@ class Election(Resource):
             self._lease = self._store.lease(self._ttl_s)
         entry = self._store.get(self._key)
         if entry is not None:
-            # Also if a check did not find it before: a server that has just started may answer with an older state.
+            # Even if an earlier check did not find the key: a server that has just started may be behind.
             self._set_leads(entry.version == self._written)
             return
         self._leads = False
@@ -437,7 +437,7 @@ class Store(Resource, abc.ABC):
         Raises:
             LeaseLostError: `lease` is lost.
             ConflictError: The key belongs to a live lease other than `lease`.
-            SettingsError: `lease` is another store's.
+            SettingsError: `lease` belongs to another store.
             DiscoveryError: The store cannot be reached.
         """
         entry = self._write(key, value, None, lease)
@@ -460,7 +460,7 @@ class Store(Resource, abc.ABC):
         Raises:
             LeaseLostError: `lease` is lost.
             ConflictError: The version is right, but the key belongs to a live lease other than `lease`.
-            SettingsError: `lease` is another store's.
+            SettingsError: `lease` belongs to another store.
             DiscoveryError: The store cannot be reached.
         """
         if version is not None and version < 1:  # no key has that version, and 0 has a special meaning to `write`
@@ -545,7 +545,7 @@ class Store(Resource, abc.ABC):
         """Return whether this store can use a claim.
 
         Args:
-            claim: Granted by any store, possibly on a different server or file.
+            claim: Granted by any store, possibly on a different server or in a different file.
         """
 
     @abc.abstractmethod
@@ -570,7 +570,7 @@ class Store(Resource, abc.ABC):
 
         Args:
             key: The key.
-            value: Its value.
+            value: The key's new value.
             expected: The version that the key must have; 0 if the key must not exist, None for any version.
             claim: The lease that the key will belong to; None for no lease.
 
@@ -595,7 +595,7 @@ class Store(Resource, abc.ABC):
         """
 
     def series(self) -> Iterable[tuple[str, Sequence[Mapping[str, float]]]]:
-        """Read the metrics that an `edl store` process has kept for the last hours; other stores have no metrics.
+        """Read the metrics of the last hours, as recorded by an `edl store` process; other stores have no metrics.
 
         Returns:
             Names of series, each with its points, oldest first. A point maps fields to values; the field "t" is the

@@ -53,8 +53,8 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
     Args:
         url: Location of the store.
         timeout_s: Seconds that a request may take before it fails.
-        credentials: A token for an `edl://` server, and mutual TLS with it if CA, certificate and key are set. None for
-            the credentials in the environment (`EDL_TLS_CA`, ...).
+        credentials: Credentials for an `edl://` server: a token, and mutual TLS if CA, certificate and key are set.
+            None for the credentials in the environment (`EDL_TLS_CA`, ...).
 
     Returns:
         The store, which the caller closes.

@@ -1,3 +1,3 @@
-"""HTTP servers for a process's health and metrics (`health`, without aiohttp), or an aiohttp app (`server`)."""
+"""HTTP servers: `health` for a process's health and metrics (no aiohttp), `server` for an aiohttp application."""
 
 __all__: list[str] = []

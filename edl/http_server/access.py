@@ -17,7 +17,7 @@ from edl.protocol.tls import CredentialFiles
 
 
 class HostCheck:
-    """Checks whether a Host header names this server or is in `allowed`. `local`: the server is on loopback only."""
+    """Checks whether a Host header names this server or is in `allowed`. With `local`, it listens on loopback only."""
 
     def __init__(self, local: bool, allowed: Iterable[str] = ()) -> None:
         self._local = local

@@ -41,13 +41,13 @@ _BACKLOG: Final = 128
 """Maximum number of connections waiting to be accepted."""
 _REMEDIES: Final = {
     errno.EADDRINUSE: "choose another --port, or 0 for a free port",
-    errno.EADDRNOTAVAIL: "this machine has no such address; use 127.0.0.1 for this machine, 0.0.0.0 for others too",
-    errno.EACCES: "a port above 1023 needs no privileges",
+    errno.EADDRNOTAVAIL: "this machine has no such address; use 127.0.0.1, or 0.0.0.0 to let others connect",
+    errno.EACCES: "choose a port above 1023, which needs no privileges",
 }
 
 
 class _Connections:
-    """Creates a protocol for each of at most `most` connections (or half the open-file limit); closes silent ones."""
+    """Creates a protocol per connection, up to `most` or half the open-file limit; closes silent connections."""
 
     server: web.Server
 
@@ -69,7 +69,7 @@ class _Connections:
         return await handler(request)
 
     def make_protocol(self) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection, which is closed at once if there are too many."""
+        """Return a new connection's protocol; if there are too many connections, the protocol closes it at once."""
         if len(self.server.connections) >= self._most:
             return _RefusedConnection()
         made = self.server()

@@ -147,11 +147,11 @@ class KubeClient(Connection):
         timestamps: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[bytes]:
-        """Yield a container's log in chunks, which may split lines. InvalidObjectError if it has not started.
+        """Yield a container's log in chunks, which may split lines. InvalidObjectError before the container starts.
 
         With `follow`, the log continues until the container ends; `since_time` has the format of `format_time`; with
-        `timestamps`, each line starts with its time. The log ends after `deadline_s`. If the node vanishes, the log
-        ends with an error after a minute.
+        `timestamps`, each line starts with its time. The log ends after `deadline_s` seconds. If the node vanishes, the
+        log ends with an error after a minute.
         """
         call = self._call("get", PODS, None, pod, "log")
         flags = {"follow": follow, "timestamps": timestamps}
@@ -186,7 +186,7 @@ class KubeClient(Connection):
         return self.stream(call, query, length_s + _WATCH_GRACE_S, begins_at_once=True)
 
     def has_resource(self, kind: ResourceType) -> bool:
-        """Return whether the server serves a kind of objects, which is in a group other than the core group."""
+        """Return whether the server serves a kind of objects, for kinds outside the core group."""
         api_version = f"{_checked(kind.group)}/{_checked(kind.version)}"
         call = Call("get", f"the resources of {api_version}", kind.group, path=f"/apis/{api_version}")
         try:

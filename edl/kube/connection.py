@@ -78,8 +78,8 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
     if proxy := str(_entry(merged, "cluster", chosen.get("cluster")).get("proxy-url") or ""):
         scheme = urlsplit(proxy).scheme
         if scheme not in ("http", "https"):
-            raise SettingsError(f"proxy-url {shown(scheme)}://…: only http:// and https:// are known")
-        configuration.proxy, configuration.no_proxy = proxy, None  # before the environment's, as in kubectl
+            raise SettingsError(f"proxy-url {shown(scheme)}://…: only http:// and https:// are supported")
+        configuration.proxy, configuration.no_proxy = proxy, None  # overrides the environment's, as in kubectl
     return str(chosen.get("namespace") or "")
 
 
@@ -89,7 +89,7 @@ def _entry(merged: Any, kind: str, name: Any) -> Mapping[str, Any]:
     return getattr(value, "value", value) or {}
 
 
-_AGREEING: Final = 3  # consecutive responses before they count: a single one may be a proxy's
+_AGREEING: Final = 3  # consecutive responses that must agree: a single one may be a proxy's
 _NEAR_S: Final = 2.0
 """Tolerance: smaller differences count as agreement. A `Date` header contains whole seconds, and a response takes
 time."""
@@ -98,7 +98,7 @@ _LARGEST_SKEW_S: Final = 86400.0  # with a clock so wrong, certificates and toke
 
 
 class ServerClock:
-    """Tells the API server's time, by which objects are timestamped, from its `Date` headers. Thread-safe.
+    """Tells the API server's time, used in objects' timestamps, from the server's `Date` headers. Thread-safe.
 
     Deadlines that end or delete a job use this time. The time is therefore corrected only if the `Date` headers of
     three consecutive responses agree, and are within a day of this machine's clock.
@@ -344,7 +344,7 @@ def _read_whole(call: Call, url: str, response: BaseHTTPResponse, deadline: floa
             left -= len(piece)
             if time.monotonic() > deadline or left < 0:
                 response.close()
-                raise KubernetesError(f"{url}: {call}: the API server is too slow to finish its response")
+                raise KubernetesError(f"{url}: {call}: the API server's response is too slow or too large")
         response.release_conn()
     return b"".join(pieces)
 
@@ -369,7 +369,7 @@ def _translated(call: Call, url: str) -> Iterator[None]:
                 " kubeconfig names the right address"
             ) from exc
         raise KubernetesError(
-            f"{url}: {call}: the API server does not answer in time ({shown(exc)}): check whether it is overloaded, and"
+            f"{url}: {call}: the API server did not answer in time ({shown(exc)}): check whether it is overloaded, and"
             " whether a firewall drops packets"
         ) from exc
     except (ConfigException, ValueError) as exc:

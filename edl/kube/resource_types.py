@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 
 class ResourceType(NamedTuple):
-    """A kind of objects. An empty `group` is the core group; an empty `version` is the one the server prefers."""
+    """A kind of objects. An empty `group` is the core group; an empty `version` is the server's preferred version."""
 
     group: str
     version: str

@@ -94,7 +94,7 @@ def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after:
         return InvalidObjectError(f"{what}: refused ({status}): {words}{detail}")
     seconds = _parse_seconds(retry_after, status_object)
     return KubernetesError(
-        f"{what}: the API server cannot do it now ({status} {words}): check its load and its health (kubectl get"
+        f"{what}: the API server cannot do this now ({status} {words}): check its load and its health (kubectl get"
         " --raw /readyz)",
         seconds,
     )
@@ -108,7 +108,7 @@ def _explain_forbidden(call: Call, what: str, status_object: dict[str, Any], wor
         return InvalidObjectError(f"{what}: the namespace is being deleted, so nothing can be created in it")
     if " cannot " not in message and call.verb in ("create", "patch", "delete") and message:
         # Admission (PodSecurity, a webhook, a LimitRange) refuses with 403 as well.
-        return InvalidObjectError(f"{what}: the cluster's admission refuses it: {words}")
+        return InvalidObjectError(f"{what}: the cluster's admission refuses this: {words}")
     role = f"a Role in namespace {shown(call.namespace)}" if call.namespace else "a ClusterRole"
     return AccessDeniedError(
         f"{what}: not allowed (403). This needs {role} with apiGroups: [{json.dumps(call.group)}], resources:"

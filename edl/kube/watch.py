@@ -71,7 +71,7 @@ class KubeWatch:
         self._objects: dict[ObjectKey, Object] = {}
         self._resource_version = ""
         self.listed = False  # whether the server has answered once: before that, no objects means nothing
-        self.error: EDLError | None = None  # why it does not answer now
+        self.error: EDLError | None = None  # why the server does not answer now
         self._stream: Stream | None = None
         self._closed = False
         self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, jitter=0.5)
@@ -196,6 +196,6 @@ def _parse_event(url: str, line: bytes) -> tuple[str, Object]:
         raise KubernetesError(f"{url}: the watch returned something that is not an event: {words}")
     if change == "ERROR":
         code = obj.get("code")
-        words = f"{url}: the watch ends ({code} {shown(obj.get('message') or '')})"
+        words = f"{url}: the watch ended ({code} {shown(obj.get('message') or '')})"
         raise ExpiredError(words) if code == 410 else KubernetesError(words)
     return change, obj

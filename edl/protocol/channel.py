@@ -66,8 +66,8 @@ def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
         return ()
     if not files.tls and not files.settings.allow_insecure_tokens and not is_this_host(endpoint):
         raise SettingsError(
-            f"{endpoint} gets no token over a connection without TLS, which anyone can read: set the "
-            "CA (EDL_TLS_CA, --tls-ca, ca=), or, if the network can be trusted, allow this "
+            f"{endpoint} gets no token over a connection without TLS, where anyone could read it: set the "
+            "CA (EDL_TLS_CA, --tls-ca, ca=), or, if the network can be trusted, allow unencrypted tokens "
             "(EDL_ALLOW_INSECURE_TOKENS=1, --allow-insecure-tokens, allow_insecure_tokens=True)"
         )
     return ((AUTHORIZATION, f"Bearer {tokens[0]}"),)
@@ -95,7 +95,7 @@ def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None)
 
 
 def is_this_host(endpoint: str) -> bool:
-    """Return whether `host:port` or `unix:/path` is on this host."""
+    """Return whether an endpoint is localhost, a loopback address or a Unix socket."""
     host = host_of(endpoint)
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -141,7 +141,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
 
 def _refusal(words: str) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        # Not `abort`, whose exception keeps the call alive until garbage is collected.
+        # Not `abort`, whose exception keeps the call alive until the next garbage collection.
         context.set_code(grpc.StatusCode.UNAUTHENTICATED)
         context.set_details(words)
         return

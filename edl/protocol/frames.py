@@ -88,7 +88,7 @@ def body_parts(header: bytes, tensors: Sequence[Buffer]) -> list[Buffer]:
 
 
 def split_body(body: memoryview) -> tuple[bytes, list[memoryview]]:
-    """Return the header and the tensors of a body, as views of it; ProtocolError if it is malformed."""
+    """Return a body's header, and its tensors as views of the body; ProtocolError if the body is malformed."""
     if len(body) < _BODY.size:
         raise ProtocolError(f"malformed message: its body has only {len(body)} bytes")
     header_nbytes, count = _BODY.unpack_from(body)
@@ -150,7 +150,7 @@ class TlsSocket:
         self.getpeername, self.getsockname, self.close = sock.getpeername, sock.getsockname, sock.close
 
     async def shake_hands(self) -> bytes:
-        """Return the peer's certificate (DER), empty if none; OSError if the peer does not speak TLS or hangs up."""
+        """Shake hands; return the peer's certificate (DER, empty if none). OSError if it speaks no TLS or hangs up."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -243,7 +243,7 @@ class FrameSocket:
         self._tls = sock if isinstance(sock, TlsSocket) else None
         self._loop = asyncio.get_running_loop()
         self.closed = False
-        self.heard_at = self.moved_at = self._loop.time()  # when bytes were last received; when received or sent
+        self.heard_at = self.moved_at = self._loop.time()  # when bytes were last received, and last received or sent
         self._stage = memoryview(bytearray(_STAGE_NBYTES))
         self._staged = 0
         self._kind = self._number = self._filled = self._dropping = 0
@@ -271,7 +271,7 @@ class FrameSocket:
     def send(
         self, kind: FrameKind, number: int, body: Sequence[Buffer] = (), sent: Callable[[], None] | None = None
     ) -> Frame:
-        """Send a frame, whose parts are read until `sent` is called."""
+        """Queue a frame to be sent. Its parts must not change until `sent` is called."""
         prefix = _PREFIX.pack(kind, number, sum([memoryview(part).nbytes for part in body]))
         frame = Frame([prefix, *body], sent)
         if not self.closed:
@@ -303,7 +303,7 @@ class FrameSocket:
     def finish(self) -> None:
         """Send pending frames and the end of the stream; drop received data until the peer ends the connection.
 
-        If the buffer contains unread bytes from the peer, closing at once would make the kernel drop data in flight.
+        If unread bytes from the peer are in the buffer, closing at once would make the kernel drop data in flight.
         """
         self._finishing = True
         self.resume()
@@ -319,7 +319,7 @@ class FrameSocket:
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # forked children, such as a DataLoader's workers, also hold it
+            self._sock.shutdown(socket.SHUT_RDWR)  # forked children, such as a DataLoader's workers, have it too
         self._sock.close()
         self._out.clear()
         self._body = None

@@ -9,8 +9,7 @@ from __future__ import annotations
 SERVICE = "inference.GRPCInferenceService"
 
 TOP_K = "edl_top_k"
-"""Request parameter (int64), and extension: in place of each output, the answer contains the k largest logits of each
-row."""
+"""Request parameter (int64), and extension: each output is replaced by the k largest logits of each row."""
 TEMPERATURE = "edl_temperature"
 """Request parameter (double, default 1): the temperature at which `edl_top_k` sums exp(logit / temperature) over the
 classes left out."""
@@ -27,8 +26,7 @@ REQUEST_ID = "x-request-id"
 """Metadata of a ModelInfer call: the id that the server's log contains. For a request on a stream, the log contains the
 request's own id instead."""
 TRACEPARENT = "traceparent"
-"""Metadata of a call, or request parameter (string), which takes precedence: the span of a request in the format of
-W3C's Trace Context."""
+"""Metadata of a call, or request parameter (string; takes precedence): the request's span, as in W3C Trace Context."""
 
 MAX_ROWS = "edl_max_rows"
 """Parameter of a model's configuration: the most rows in one request. An EDL server may compute a request in parts."""
@@ -60,7 +58,7 @@ MAX_TOP_K = "edl_max_top_k"
 `TOP_K`."""
 OPTIONAL_INPUTS = "edl_optional_inputs"
 """Parameter of a model's configuration: optional inputs, separated by commas. The model's metadata and
-configuration list neither them nor the outputs that depend on them."""
+configuration list neither these inputs nor the outputs that depend on them."""
 TOKENIZER = "edl_tokenizer"
 """Parameter of a model's configuration: the hash of its tokenizer, as in `TOKENIZER_META`."""
 TOKENIZER_META = "tokenizer"
@@ -80,20 +78,17 @@ EXTENSION_CHANNEL = "edl_channel"
 OPEN_CHANNEL = "/edl.TensorChannel/Open"
 """Method that takes an empty message, and returns JSON: the `port` of the tensor channel and three values as
 hexadecimal digits. These values are a `token`, which opens a channel within ten seconds; the `proof` that the server
-returns for the token (32 bytes each); and the SHA-256 of the `certificate` that the server uses on this port, which is
-empty without TLS."""
+returns for the token (32 bytes each); and `certificate`, the SHA-256 of the port's certificate (empty without TLS)."""
 
 LOCKED_MEMORY = "edl-arena-"
-"""Prefix of the names of a student's shared memory objects. The student keeps each object locked (flock) while it
-runs."""
+"""Prefix of the names of a student's shared memory objects, which the student keeps locked (flock) while it runs."""
 
 SHM_REGION = "shared_memory_region"
 SHM_OFFSET = "shared_memory_offset"
 SHM_NBYTES = "shared_memory_byte_size"
 
 TLS_META = "tls"
-"""Metadata of an instance in discovery: "1" if the instance speaks TLS. This is only informational: students follow
-their own settings."""
+"""Metadata of an instance in discovery: "1" if it speaks TLS. For information: students use their own settings."""
 
 PRIORITY_META = "priority"
 """Metadata of an instance in discovery: the priority of requests from students that set no priority."""

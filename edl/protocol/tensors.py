@@ -122,7 +122,7 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
     values = getattr(contents, field)
     if len(values) != math.prod(shape):
         raise ProtocolError(
-            f"{datatype} of shape {list(shape)} takes {math.prod(shape)} elements, {field} has {len(values)}"
+            f"{datatype} of shape {list(shape)} takes {math.prod(shape)} elements, but {field} has {len(values)}"
         )
     if datatype == "BYTES":
         out = np.empty(len(values), np.object_)
@@ -275,8 +275,7 @@ def to_raw(array: Array) -> Buffer:
 # Arrays from a user's source
 
 _FIRST_ROWS = 256
-"""Initial capacity of a buffer in rows: the size of a typical request. A user may allow millions of rows per request,
-but send far fewer."""
+"""Initial capacity of a buffer, in rows: a typical request. A user may allow millions of rows, but send far fewer."""
 
 
 def is_tensor(value: Any) -> bool:
@@ -285,7 +284,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def as_array(value: Any, what: str) -> Array:
-    """Convert an array, a tensor of any framework, or a list to a numpy array; `what` names its place in messages.
+    """Convert an array, a tensor of any framework, or a list to a numpy array; `what` names the value in messages.
 
     An array of numbers is returned unchanged. For a CPU tensor, the result is a view; for other values, the result is a
     copy. Bytes and strings become Python objects.
@@ -297,7 +296,7 @@ def as_array(value: Any, what: str) -> Array:
         numpy_has_it = isinstance(value, np.ndarray) or not is_tensor(value)
         array = array_of(value) if numpy_has_it else _array_of_tensor(value)
     except (ValueError, TypeError, OverflowError, ProtocolError) as exc:
-        raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
+        raise SourceError(f"{what}: cannot be converted to an array: {exc}") from exc
     if type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise SourceError(f"{what}: a masked array cannot be sent; fill the masked values, as with array.filled(0)")
     if array.dtype.kind == "V" and array.dtype.name == "bfloat16":  # from ml_dtypes, as in JAX; `name` takes 5 us
@@ -359,8 +358,8 @@ class RowBuffer:
             self._rows = np.empty((min(self._most, _FIRST_ROWS), *shape), array.dtype.newbyteorder("="))
         elif shape != self._rows.shape[1:]:
             raise SourceError(
-                f"{what}: input {self._name!r} has shape {list(shape)}, samples before it "
-                f"{list(self._rows.shape[1:])}: {self._remedy}"
+                f"{what}: input {self._name!r} has shape {list(shape)}, but earlier samples "
+                f"have {list(self._rows.shape[1:])}: {self._remedy}"
             )
         elif array.dtype != self._rows.dtype:
             self._widen(array, what)
@@ -368,7 +367,7 @@ class RowBuffer:
     def gathered(self) -> Array:
         """Return all rows so far, [rows, ...]."""
         found = self._rows[: self._count]
-        return found if 2 * self._count > len(self._rows) else found.copy()  # a few rows must not keep it all
+        return found if 2 * self._count > len(self._rows) else found.copy()  # a few rows must not keep the whole buffer
 
     def _grow(self, least: int) -> None:
         rows = self._rows
@@ -380,8 +379,8 @@ class RowBuffer:
         dtype = np.result_type(rows, array) if (rows.dtype.kind == "O") == (array.dtype.kind == "O") else None
         if dtype is None or any(_changed_in(dtype, part) for part in (rows, array)):
             raise SourceError(
-                f"{what}: input {self._name!r} is {array.dtype}, samples before it {rows.dtype}, and no type holds "
-                "both as they are: make all samples the same type"
+                f"{what}: input {self._name!r} is {array.dtype}, but earlier samples have {rows.dtype}, and no type "
+                "holds both without loss: give all samples the same type"
             )
         self._rows = self._rows.astype(dtype)
 

@@ -36,7 +36,7 @@ CHECK_EVERY_S: Final = 2.0
 effect within this time."""
 
 _MOST_NBYTES: Final = 1 << 20
-"""Maximum size of a file that is read. A bundle of all public CAs has 200 kB; a much larger file is not PEM, and would
+"""Maximum size of a file. A bundle of all public CAs has 200 kB; a much larger file is not PEM, and would
 be read repeatedly."""
 _PEM: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----(.*?)-----END \1-----", re.DOTALL)
 _GRPC_KEYS: Final = tuple(map(bytes.fromhex, ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")))
@@ -59,7 +59,7 @@ class Material:
     pair: tuple[bytes, bytes] | None = field(repr=False)  # PEM of certificate and key
     tokens: tuple[str, ...] = field(repr=False)  # in the order of the file
     names: tuple[str, ...] = ()  # hosts and addresses in the certificate
-    not_after: str = ""  # when the certificate expires, in OpenSSL's words
+    not_after: str = ""  # when the certificate expires, in OpenSSL's format
 
     @property
     def authorities(self) -> frozenset[bytes]:
@@ -180,8 +180,8 @@ def _read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
         )
     if not any(kind in certificates_in(chain)[0] for kind in _GRPC_KEYS):
         raise SettingsError(
-            f"TLS certificate {cert!r} is for a kind of key that gRPC cannot use: have one issued for a key of EC "
-            "P-256, EC P-384 or RSA"
+            f"TLS certificate {cert!r} is for a kind of key that gRPC cannot use: have one issued for an EC "
+            "P-256, EC P-384 or RSA key"
         )
     return chain, private
 
@@ -257,8 +257,8 @@ class CredentialFiles:
             )
         if not serving and (credentials.cert or credentials.server_name) and not credentials.ca:
             raise SettingsError(
-                "TLS is set without a CA, so no server can be verified: name the CA that signs their "
-                f"certificates, --tls-ca FILE (EDL_TLS_CA, ca=), or {SYSTEM_CA!r} for the CAs of this system"
+                "TLS is set without a CA, so no server can be verified: name the CA that signs the "
+                f"servers' certificates, --tls-ca FILE (EDL_TLS_CA, ca=), or {SYSTEM_CA!r} for the CAs of this system"
             )
         if serving and credentials.ca == SYSTEM_CA:
             raise SettingsError(
@@ -269,7 +269,7 @@ class CredentialFiles:
         self._checked_at = time.monotonic()
         self._complaint = ""
         self._material = self._read(0)
-        self.settings = _absolute(credentials)  # the program may change its working folder before they are read again
+        self.settings = _absolute(credentials)  # the program may change its working folder before the next read
 
     @classmethod
     def of(cls, credentials: Credentials, *, serving: bool = False) -> CredentialFiles | None:
@@ -359,8 +359,7 @@ def _absolute(credentials: Credentials) -> Credentials:
 # Why a handshake failed
 
 _TIMEOUT_S: Final = 2.0
-"""Timeout for each step of a connection. It is shorter than a student's wait between two attempts to connect to a lost
-teacher."""
+"""Timeout for each step of a connection, below a student's wait between attempts to connect to a lost teacher."""
 _SIGNS: Final = re.compile("andshake|Verification Check|Socket closed|reset by peer|ALPN|SSL_ERROR|Broken pipe")
 """Words in gRPC's connection errors that indicate a failed handshake as the possible cause."""
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
@@ -405,10 +404,10 @@ def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles |
             return f"{endpoint}: the TLS handshake failed: {_reason_of(exc)}"
         ended = True
     except (OSError, ValueError):
-        return ""  # it is down or silent: gRPC's message says as much
+        return ""  # the server is down or silent: gRPC's message says as much
     if files is None or material is None:
         return (
-            f"{endpoint} speaks TLS, but this side has no CA set: name the one that signs its certificate "
+            f"{endpoint} speaks TLS, but this side has no CA set: name the CA that signed its certificate "
             "(EDL_TLS_CA, --tls-ca, ca=)"
         )
     if not ended:
@@ -419,8 +418,8 @@ def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles |
             "and EDL_TLS_KEY, --tls-cert and --tls-key)"
         )
     why = files.explain_certificate() or (
-        "no CA that the server trusts (its --tls-ca) signed it, perhaps because that CA was replaced; have a new one "
-        "issued, or, if an intermediate CA signed it, append that CA's certificate to the file"
+        "no CA that the server trusts (its --tls-ca) signed it, perhaps because that CA was replaced; have a new "
+        "certificate issued, or, if an intermediate CA signed it, append that CA's certificate to the file"
     )
     return f"{endpoint} does not accept this side's certificate {settings.cert!r}: {why}"
 
@@ -442,7 +441,7 @@ def _shake_hands(endpoint: str, context: ssl.SSLContext, name: str) -> bool:
 def _why_unverified(what: str, exc: ssl.SSLCertVerificationError, ca: str | None = None, expected: str = "") -> str:
     match exc.verify_code:  # X509_V_ERR_*
         case 10:
-            return f"{what} has expired: have a new one issued, and replace its files; that needs no restart"
+            return f"{what} has expired: have a new one issued, and replace its files; no restart is needed"
         case 9:
             now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
             return f"{what} is not valid yet: check its dates, and the clock of this host ({now})"
@@ -453,8 +452,8 @@ def _why_unverified(what: str, exc: ssl.SSLCertVerificationError, ca: str | None
             )
     if exc.verify_code in _UNTRUSTED and ca:
         return (
-            f"{what} is not signed by a CA in {ca!r} ({exc.verify_message}): add the CA that signed it, or, if that is "
-            "an intermediate one, append it to the certificate's own file; or a different server answers"
+            f"{what} is not signed by a CA in {ca!r} ({exc.verify_message}): add the CA that signed it, or, if that "
+            "is an intermediate CA, append it to the certificate's own file; or a different server is answering"
         )
     return f"{what} cannot be used: {exc.verify_message}"
 
@@ -512,6 +511,6 @@ class PeerTLS:
             if "ALERT" not in (exc.reason or ""):
                 raise
             remedy = self._files.explain_certificate() or (
-                "have it issued by a CA that the other node trusts, and for this node's name"
+                "have a certificate issued by a CA that the other node trusts, for this node's name"
             )
             raise ProtocolError(f"it does not accept this node's certificate ({_reason_of(exc)}): {remedy}") from exc

@@ -22,8 +22,8 @@ import grpc  # noqa: E402
 __all__ = ["DIRECT", "FORK_HANDLERS", "grpc"]
 
 DIRECT: tuple[tuple[str, int], ...] = (("grpc.enable_http_proxy", 0),)
-"""Options of every channel to a teacher. These options make gRPC ignore `http_proxy` and similar settings, which are
-for web access: a proxy cannot resolve a teacher's name, would see the training data, and may close an idle stream."""
+"""Options of every channel. These options make gRPC ignore `http_proxy` and similar settings, which are for web access:
+a proxy cannot resolve a teacher's name, would see the training data, and may close an idle stream."""
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
@@ -34,7 +34,7 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
     return not (harmless and "PollerCompletionQueue._handle_events" in record.getMessage())
 
 
-# All event loops of a process share one gRPC queue. A loop that finds it empty, or finds an event for a loop that
-# was closed since, has asyncio log a traceback, though nothing is wrong (grpc/grpc#25364). Readers and servers have
-# their own loops, so a process with two of them would see these.
+# All event loops of a process share one gRPC queue. A loop that finds it empty, or finds an event for a loop that has
+# since been closed, makes asyncio log a traceback, though nothing is wrong (grpc/grpc#25364). Readers and servers have
+# their own loops, so a process with two of them would log these.
 logging.getLogger("asyncio").addFilter(_is_worth_telling)

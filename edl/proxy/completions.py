@@ -118,7 +118,7 @@ def _temperature(fields: Mapping[str, Any]) -> float:
 def _k(fields: Mapping[str, Any], max_k: int) -> int:
     k, name = fields.get("prompt_logprobs"), "prompt_logprobs"
     if k is None:
-        # For generated tokens; without generation, it can only mean those of the prompt (ms-swift sends this).
+        # `logprobs` is for generated tokens; without any, it can only mean the prompt's (ms-swift sends this).
         k, name = fields.get("logprobs"), "logprobs"
         if k is not None and fields.get("echo"):
             raise RequestRefusal(400, "echo with logprobs: this proxy answers only prompt_logprobs; send that instead")

@@ -148,7 +148,7 @@ class _ProxyMetrics:
         waiting.set_function(lambda: gate.waiting)
 
     def record(self, status: int, tokens: int, seconds: float) -> None:
-        """Count a request, and the tokens that were sent. Status 499, as in nginx: the client disconnected."""
+        """Count a request, and the tokens that were sent. Status 499 (as in nginx) means a disconnect."""
         self._requests.labels(str(status)).inc()
         self._tokens.inc(tokens)
         if tokens:

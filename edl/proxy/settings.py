@@ -26,8 +26,8 @@ class ProxySettings:
         host: Name or address to listen on.
         port: Port to listen on; 0 for a free port.
         top_k: Largest number of entries per position that a request may ask for.
-        max_tokens: Largest number of tokens in requests that are being scored or sent; further requests queue. None for
-            the number of tokens whose labels fit in 256 MiB: 131,072 at `top_k=128`.
+        max_tokens: Largest total number of tokens in requests that are being scored or sent; further requests queue.
+            None for the number of tokens whose labels fit in 256 MiB: 131,072 at `top_k=128`.
         timeout_s: Seconds to wait for an answer, including the time in the queue.
         teacher_timeout_s: Seconds that a request waits while no teacher is live.
         version: Version of the model that teachers must have; empty for any version.

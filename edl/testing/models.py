@@ -27,7 +27,7 @@ _PRIME = 2039  # the largest below 2048: every remainder is exact in float16 as 
 
 
 class Model:
-    """A function over arrays that takes a given time, including its computing time; the module describes the options.
+    """A function over arrays that takes a given total time; the module's docstring describes the options.
 
     `inputs` and `outputs` are tensors as text, such as `"x:float32[4]"`. `sequence_input` is the input that is 0 at the
     start of a sequence; None if rows are independent.

@@ -171,7 +171,7 @@ class LocalTeacher:
         self._process.terminate()
 
     def pause(self) -> None:
-        """Send SIGSTOP, and wait until the process stops, which keeps its connections and lease, but does nothing.
+        """Send SIGSTOP, and wait until the process stops. It keeps its connections but does nothing; its lease expires.
 
         Raises:
             TimeoutError: the process has not stopped after 10 s.
@@ -229,7 +229,7 @@ class LocalTeacher:
 
 
 def _without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the student's credentials: given its CA, a teacher would need a certificate."""
+    """Return the environment without the student's credentials: with a CA set, a teacher would need a certificate."""
     return {key: value for key, value in environ.items() if not key.startswith(("EDL_TLS_", "EDL_TOKEN"))}
 
 

@@ -126,7 +126,7 @@ def outward_address(servers: Iterable[str]) -> str:
 
 
 class Diagnosis(NamedTuple):
-    """The result of a connection attempt: the remedy for the fault, empty if a gRPC server answers.
+    """The result of a connection attempt. `words` gives the fault and its remedy; empty if a gRPC server answers.
 
     `final` means that the fault will not go away by itself; `connected` means that a program is listening.
     """
@@ -177,7 +177,7 @@ def _greet(connection: socket.socket, port: int) -> Diagnosis:
     except TimeoutError:
         return Diagnosis(
             f"the listener there sends nothing: another program (torchrun's own store, perhaps), or an agent that is "
-            f"stopped; if another program uses port {port}, choose a different one on all nodes"
+            f"stopped; if another program uses port {port}, choose a different port on all nodes"
         )
     except OSError:
         answer = b""

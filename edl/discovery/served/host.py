@@ -1,4 +1,4 @@
-"""Decides which process on a host serves the store: the first; when it ends, another process of the same user."""
+"""Decides which process on a host serves the store: the first, and after its end another process of the same user."""
 
 from __future__ import annotations
 
@@ -105,9 +105,7 @@ class StoreHost(Resource):
             if not is_announced and time.monotonic() > began + 1.5 * _END_S:
                 is_announced = True
                 others = "other nodes" if needed else "nodes that could not store the job's last state"
-                say(
-                    f"this node serves the store until {others} have ended; a signal ends the store, and their job, now"
-                )
+                say(f"this node serves the store until {others} have ended; a signal ends the store and their job now")
             time.sleep(_LOOK_S)
 
     def _look(self) -> float | None:
@@ -184,7 +182,7 @@ class StoreHost(Resource):
 
 
 class FileLock:
-    """A lock on a file (created if missing). The kernel releases it when this process ends. Holders may remove it."""
+    """A lock on a file (created if missing). The kernel releases it with the process. Holders may remove the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

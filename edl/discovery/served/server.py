@@ -68,7 +68,7 @@ class StoreLimits:
 
 
 class StoreServicer:
-    """Answers requests from a store: `_name` answers the method NAME of store.proto.
+    """Answers requests to a store: `_name` answers the method NAME of store.proto.
 
     A new servicer first renews all leases: their holders could not renew them while no process served the store.
     """
@@ -105,7 +105,7 @@ class StoreServicer:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     async def tick(self) -> None:
-        """End expired leases, and notify watches, until this is cancelled."""
+        """End expired leases, and notify watches, until this task is cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             try:
@@ -273,7 +273,7 @@ class _EndingError(Exception):
 def _refusing(context: Context) -> Iterator[None]:
     """Turn errors into gRPC errors.
 
-    This does not use `context.abort`, because its exception keeps the server alive until garbage is collected.
+    This does not use `context.abort`, because its exception keeps the server alive until the next garbage collection.
     """
     try:
         yield

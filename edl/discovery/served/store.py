@@ -49,7 +49,7 @@ class ServedTarget:
     host: str
     port: int
     timeout_s: float
-    credentials: Credentials = field(default_factory=Credentials)  # mutual TLS, tokens, or neither
+    credentials: Credentials = field(default_factory=Credentials)  # mutual TLS, tokens, both or neither
     offered: Credentials = field(default_factory=Credentials)  # also an incomplete set for mutual TLS
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class StoreClient(Resource):
         return answer
 
     def gather(self, method: str, request: Message, reply: type[R]) -> list[R]:
-        """Make a call that is answered by a stream of messages, and wait for the last message."""
+        """Make a call that a stream of messages answers; return all messages."""
         self._check()
         return list(self.replies(self._stream(method, request, reply, self.target.timeout_s)))
 
@@ -149,7 +149,7 @@ class StoreClient(Resource):
             )
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return StoreRefusalError(
-                f"{self.target} refuses this process: {words}; set EDL_TOKEN_FILE to the file with its tokens"
+                f"{self.target} refuses this process: {words}; set EDL_TOKEN_FILE to the file with the store's tokens"
             )
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return DiscoveryError(f"{self.target} is full: {words}")

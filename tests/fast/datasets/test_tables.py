@@ -87,7 +87,7 @@ def test_ragged_record_is_an_error(tmp_path: Path, row: str) -> None:
             open_dataset(written(tmp_path, f"a,b\n{odd}\n"))
     dataset = open_dataset(written(tmp_path, f"a,b\n1,2\n{row}\n"), ShardSettings(shard_size=1))
     assert list(dataset.read(Lease(0, 0, 0, 1))) == [{"a": "1", "b": "2"}]
-    with pytest.raises(SourceError, match=r"table\.csv.*not the 2 of the columns"):
+    with pytest.raises(SourceError, match=r"table\.csv.*but there are 2 columns"):
         list(dataset.read(Lease(0, 1, 1, 2)))
 
 

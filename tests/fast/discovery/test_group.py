@@ -227,7 +227,7 @@ def test_unreachable_store_student_chooses(registry: Registry, tmp_path: Path, s
     start_teachers(registry, *range(1, 5))
     many = join("many", over=over, want=2)
     wait_until(lambda: len(many.has) == 2)
-    assert "2 of its own choice" in many.now.stale
+    assert "2 teachers of its own choice" in many.now.stale
     wait_until(lambda: few.has == ids(*range(5)))
 
 

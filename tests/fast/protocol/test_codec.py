@@ -108,7 +108,7 @@ def test_wrong_tensor_sizes_are_refused(datatype: str, shape: list[int], raw: by
 def test_typed_contents_are_read_and_checked() -> None:
     contents = kserve.InferTensorContents(int_contents=[1, -2, 3])
     assert tensors.from_contents("INT8", [3], contents).tolist() == [1, -2, 3]
-    with pytest.raises(ProtocolError, match="takes 4 elements, int_contents has 3"):
+    with pytest.raises(ProtocolError, match="takes 4 elements, but int_contents has 3"):
         tensors.from_contents("INT8", [2, 2], contents)
     with pytest.raises(ProtocolError, match="FP16 cannot be sent"):
         tensors.from_contents("FP16", [1], contents)

@@ -77,7 +77,7 @@ def test_requests_fit_teachers_by_default(cutter: Cutter, max_rows: int, sizes: 
         (BatchCutter(X, 2, 1), ([object()],), "Python objects"),
         (BatchCutter(X, 2, 1), (np.array(["a"] * 70 + [None], object),), r"input 'x'.*element 70 is NoneType"),
         (BatchCutter(X, 2, 1), (np.array([1 + 2j]),), "complex128"),
-        (BatchCutter(X, 2, 1), ([[1, 2], [3]],), "cannot be made an array"),
+        (BatchCutter(X, 2, 1), ([[1, 2], [3]],), "cannot be converted to an array"),
         (BatchCutter(X, 2, 1), ([[1, 2], [3, True]],), "input 'x': a mix of booleans and numbers"),
         (BatchCutter(X, 2, 1, ids=itemgetter(7)), (np.zeros(2),), "batch 0 of the source has no field for the id"),
         (BatchCutter(X, 2, 1, ids=itemgetter(1)), (np.zeros(2), [1]), "1 sample ids for 2 rows"),
@@ -170,7 +170,7 @@ def test_bytes_bound_a_request_too() -> None:
         ([], (["a", 3], []), "sample 0, input 'ids'"),
         ([20], (np.arange(21), np.zeros(21)), r"sample 1 is a sequence of 21 tokens, .* at most 20: cut it"),
         ([], (np.arange(3), np.zeros(4)), r"different numbers of tokens: \{'ids': 3, 'targets': 4\}"),
-        ([3], (np.arange(3), np.zeros((3, 5))), r"input 'targets' has shape \[5\], samples before it \[\]"),
+        ([3], (np.arange(3), np.zeros((3, 5))), r"input 'targets' has shape \[5\], but earlier samples have \[\]"),
     ],
 )
 def test_odd_sequences_are_refused(before: list[int], sample: Any, words: str) -> None:

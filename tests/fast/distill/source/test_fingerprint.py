@@ -145,7 +145,7 @@ def test_what_is_kept_is_sent_as_it_was() -> None:
 
 
 def test_samples_of_clashing_types_are_named() -> None:
-    with pytest.raises(SourceError, match="sample 1: input 'x' is float64, samples before it int64, and no type"):
+    with pytest.raises(SourceError, match="sample 1: input 'x' is float64, but earlier samples have int64"):
         item_of([(2**60 + 1,), (0.5,)], SampleListCutter)
     with pytest.raises(SourceError, match=r"no type holds both"):
         item_of([(np.uint64(2**63),), (-1,)], SampleListCutter)

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "foreign CA": (
         lambda folder, ca: (serving(folder, Authority("other").issue()), believing(folder, ca)),
         r"not signed by a CA in .*student-ca\.pem.*"
-        "if that is an intermediate one, append it to the certificate's own file",
+        "if that is an intermediate CA, append it to the certificate's own file",
     ),
     "another name": (
         lambda folder, ca: (serving(folder, ca.issue("teacher.example")), believing(folder, ca)),

@@ -144,7 +144,7 @@ class HttpApi:
             raise invalid_argument(f"{len(body):,} bytes arrived, but Content-Length is {length:,}")
         if head > _MOST_JSON:
             words = "send large tensors after the JSON, as raw bytes"
-            raise invalid_argument(f"{head:,} bytes of JSON exceed {_MOST_JSON:,}: {words}")
+            raise invalid_argument(f"{head:,} bytes of JSON, but at most {_MOST_JSON:,}: {words}")
         try:
             fields = json.loads(body[:head])
         except (ValueError, RecursionError) as exc:

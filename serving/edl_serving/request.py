@@ -85,7 +85,7 @@ class RequestDecoder:
         try:
             if len(header) > _MAX_HEADER:
                 raise invalid_argument(
-                    f"{len(header):,} bytes of names, shapes, parameters and typed contents exceed {_MAX_HEADER:,}: "
+                    f"{len(header):,} bytes of names, shapes, parameters and typed contents are over {_MAX_HEADER:,}: "
                     "tensors belong in raw_input_contents"
                 )
             plan = plan_request(codec.REQUEST.parse(header), self._model, self._max_rows)

@@ -256,8 +256,8 @@ def _add_allowed_hosts(parser: CommandParser) -> None:
 
 _PROXY = """\
 Acts like a vLLM server that returns prompt log-probabilities, backed by all live teachers of one or more services:
-language models from `edl serve --hf` and `edl register vllm://`. Set a trainer's single teacher URL (TRL,
-Axolotl, ms-swift, ...) to the proxy to use teachers that come, go and die. The proxy generates no text."""
+language models from `edl serve --hf` and `edl register vllm://`. Trainers that accept only one teacher URL (TRL,
+Axolotl, ms-swift, ...) can then use teachers that come, go and die. The proxy generates no text."""
 
 _PROXY_EXAMPLES = """\
 examples:
@@ -299,7 +299,7 @@ def proxy(argv: Sequence[str]) -> int:
     add("--drain", type=duration(), default=30.0, metavar="TIME", help="time to finish after SIGTERM (default: 30s)")
     add("--model-version", "--version", metavar="V", default="", help="use only teachers of this model version")
     add("--tokenizer", metavar="PATH", default="", help="student's tokenizer; refuse teachers with a different one")
-    most = "maximum tokens in flight, in total and per request; further requests wait (default: 256 MiB of labels)"
+    most = "maximum tokens in flight, in total and per request; further requests wait (default: by labels, 256 MiB)"
     add("--max-tokens", type=int, metavar="N", help=most)
     _add_allowed_hosts(parser)
     note = ". Credentials for teachers: environment (EDL_TLS_CA, EDL_TOKEN_FILE, ...)"
@@ -352,12 +352,12 @@ def _services_by_name(given: Sequence[str], model: str) -> dict[str, str]:
 # --- edl operator ---
 
 _OPERATOR = """\
-Manages the ElasticJobs and TeacherPools in a cluster: creates their pods, replaces those that end, expands onto idle
+Manages the ElasticJobs and TeacherPools in a cluster: creates their pods, replaces those that end, uses idle
 GPUs, and releases them. It finds the cluster as kubectl does, or by the service account of the pod that it runs in.
 Normally, the chart (serving/kube/chart) starts the operator; on your own machine, it works with your permissions.
 
 All its state is in the resources' status. You can kill the operator at any moment: pods keep running, and the next
-operator continues from there. A second operator does no harm. While the API server is down, it waits.
+operator continues from there. A second operator does no harm. It waits while the API server is down.
 
 The operator needs the CRDs, and the Role edl-operator in each namespace (docs/kubernetes-operators.md). With the
 ClusterRole edl-capacity, it sees which resources are idle before it starts a pod; otherwise, it learns this from

@@ -17,7 +17,7 @@ from edl.errors import SettingsError
 
 _DESCRIPTION = """\
 Trains the network from model() in MODEL.py on the rows of a Parquet file. Training is elastic, and uses soft
-labels if you name teachers. With --eval, each epoch ends with an evaluation. --output gets the trained model."""
+labels if you name teachers. With --eval, each epoch ends with an evaluation. The model is written to --output."""
 
 _EXAMPLES = """\
 model.py (only model() is required):

@@ -93,7 +93,7 @@ def append_span(spans: list[Span], span: Span) -> None:
 
 
 def limit_spans(spans: Iterable[Span]) -> list[Span]:
-    """Describe the same time with at most `MAX_SPANS` spans: while there are more, merge the older half in pairs."""
+    """Cover the same period with at most `MAX_SPANS` spans: while there are more, merge the older half in pairs."""
     rest = list(spans)
     while True:
         done: list[Span] = []
@@ -454,7 +454,7 @@ def _seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _with_causes(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Sort events, and add each event's cause, found in the event's text and in an event of the generation before."""
+    """Sort events, and add each event's cause: from its text, with details from an event of the previous generation."""
     found = []
     leading: dict[int, Event] = {}  # by generation: the last event in it that leads to another generation
     for event in sorted(events, key=lambda event: event.at):

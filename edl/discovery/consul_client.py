@@ -254,7 +254,7 @@ class _Connection(http.client.HTTPConnection):
             raise ConnectionAbortedError("hung up")
 
     def hang_up(self) -> None:
-        """Make the thread that waits for this connection's answer return."""
+        """Wake the thread that waits for this connection's answer, so that it returns."""
         self._hung_up = True
         if self.sock is not None:
             with contextlib.suppress(OSError):

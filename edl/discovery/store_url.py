@@ -97,7 +97,7 @@ def find_mistake(url: str) -> str:
 
 
 def identify_server(scheme: str, member: str) -> str:
-    """Return the host and port of a store's server in one spelling; raise ValueError if `member` has no host."""
+    """Return the host and port of a store's server in canonical form; raise ValueError if `member` has no host."""
     return _joined(scheme, *_server(member))
 
 

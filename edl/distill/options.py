@@ -18,7 +18,8 @@ class Policy:
         hedge_after: A request that has been pending for more than this many median latencies of its teacher is sent to
             a second teacher.
         hedge_budget: Extra requests from hedging as a share of all requests; 0 turns hedging off. A request that blocks
-            the training loop may exceed this after four times the delay for hedging, but not before a second.
+            the training loop may exceed this after four times the delay for hedging, but no sooner than after one
+            second.
         hedge_min_s: Requests pending for less time than this are never hedged.
         request_timeout_s: A request unanswered after this time is sent to a different teacher.
         failures_to_open: Number of failures in a row after which a teacher is paused.
@@ -27,7 +28,8 @@ class Policy:
         open_max_s: Longest pause; each pause is twice as long as the one before, until a valid answer arrives.
         coming_s: How long after its first failure a task waits for teachers that are still connecting. After that, it
             is sent again to a teacher on which it failed, or is given up.
-        aside_s: How long to set a teacher aside after an unusable answer, or after rejecting what another accepted.
+        aside_s: How long to set a teacher aside after it gave an unusable answer, or rejected a request that another
+            teacher accepted.
         task_failures: A task that failed this often, on any teachers, is given up.
         task_losses: A task whose teacher was lost more often than this is given up, because the task itself may be
             crashing the teachers.

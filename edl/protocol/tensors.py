@@ -188,7 +188,7 @@ def with_objects(array: Array) -> Array:
 
 
 def _check_fixed_size(value: Any) -> None:
-    """Raise ProtocolError for a list that contains an array for which `with_objects` raises it."""
+    """Raise ProtocolError if a list contains an array for which `with_objects` raises ProtocolError."""
     if isinstance(value, np.ndarray):
         with_objects(value)
     elif isinstance(value, list | tuple):
@@ -334,7 +334,10 @@ def _array_of_tensor(value: Any) -> Array:
 
 
 class RowBuffer:
-    """Holds copies of up to `most` rows of an input: a source may reuse memory. `remedy` ends errors about shapes."""
+    """Holds copies of up to `most` rows of an input: a source may reuse memory.
+
+    Messages about shapes end with `remedy`.
+    """
 
     def __init__(self, name: str, most: int, remedy: str) -> None:
         self._name = name

@@ -20,7 +20,7 @@ __all__ = ["main"]
 _DESCRIPTION = """\
 Trains a teacher on scikit-learn's handwritten digits, serves it with several `edl serve` processes, and trains much
 smaller students on its soft labels. Meanwhile one teacher is killed with SIGKILL, a new one joins, and one is drained
-with SIGTERM. For comparison, equal students learn from the images' own labels alone.
+with SIGTERM. For comparison, identical students learn from the images' own labels alone.
 
 At the end you see how well each student did, how many rows each teacher served, and that every sample arrived exactly
 once with its own label. A plot shows throughput over time, with the kill, join and drain marked. The demo takes about

@@ -171,7 +171,7 @@ class Membership:
         if self._lost_since is None:
             self._lost_since = self._clock()
         if self._clock() - self._lost_since < _RECORD_LOST_S:
-            raise DiscoveryError("it no longer knows the job")
+            raise DiscoveryError("the store no longer knows the job")
         return World(self._last.generation, message="the store lost the job's record", forgiven=self._last.forgiven)
 
     def read_world(self) -> World:

@@ -145,7 +145,7 @@ def worker_environment(spec: LaunchSpec, world: World, member: Member, local_ran
 
 
 def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bool = False) -> dict[str, str]:
-    """Return the variables that `paddle.distributed.launch` sets for a trainer: with one GPU if `gpu`, or else gloo."""
+    """Return the variables that `paddle.distributed.launch` sets for a trainer: for a GPU if `gpu`, else for gloo."""
     rank = member.first_rank + local_rank
     endpoints = [
         f"{node.addr}:{node.port + 1 + place}" for node in world.nodes for place in range(node.local_world_size)

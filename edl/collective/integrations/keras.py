@@ -2,11 +2,11 @@
 
 `fit` supports neither ranks nor a position within an epoch. `ElasticDataset` gives each rank its share of every global
 batch, from the restored position on. When the optimizer applies gradients, `ElasticCallback` averages them, weighted by
-the ranks' shares. So the update is the same as in a single process that trains the whole batch. The callback saves the
-state after each batch and restores it when `fit` begins. `fit` then starts with the restored epoch, and calls
+the ranks' shares. So the update is the same as in a single process that trains on the whole batch. The callback saves
+the state after each batch and restores it when `fit` begins. `fit` then starts with the restored epoch, and calls
 `on_epoch_begin` of other callbacks once more. What these callbacks change, such as the learning rate, is restored
-before the first batch. `fit` requests the number of batches in a whole epoch, and would warn when a resumed epoch ends
-sooner; that warning is silenced.
+before the first batch. `fit` asks how many batches a whole epoch has, and would warn when a resumed epoch ends sooner;
+that warning is silenced.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class PaddleState(State):
 
 
 class Checkpointer(checkpoint.Checkpointer):
-    """Save and restore the state of Paddle's trainers. All trainers must create one, since that is collective.
+    """Save and restore the state of Paddle's trainers. Its creation is collective, on all trainers.
 
     Args:
         state: The state to save and restore.

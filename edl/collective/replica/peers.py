@@ -276,7 +276,7 @@ def _state_contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], boo
                 raise TemporaryError("stopped halfway")
             yield whole[begin : begin + CHUNK_NBYTES]
     if state not in find_slots(state.path.with_suffix("")):
-        raise TemporaryError(f"{state.path} was overwritten while it was sent")
+        raise TemporaryError(f"{state.path} was overwritten while it was being sent")
 
 
 def _receive_answer(link: AuthenticatedConnection) -> bytes:

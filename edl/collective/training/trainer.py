@@ -395,7 +395,7 @@ class ElasticTrainer:
             self._meter.discard_step()
 
     def resize(self, global_batch: int) -> None:
-        """Change the global batch once the batches that the ranks' loaders have read ahead are trained.
+        """Change the global batch once the ranks have trained on the batches that their loaders have read ahead.
 
         Every rank must call this after the same step.
 

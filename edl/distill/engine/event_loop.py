@@ -63,7 +63,7 @@ class EventLoopThread:
             return cls._shared
 
     def release(self) -> None:
-        """Remove the reference. The last user stops the loop and waits for its thread."""
+        """Release the caller's reference. The last user stops the loop and waits for its thread."""
         if self._pid != os.getpid():
             return
         with self._lock:

@@ -68,8 +68,8 @@ def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
     if len(shapes) > 1:
         raise SettingsError(
             f"output {name!r} has rows of shapes {' and '.join(str(list(shape)) for shape in sorted(shapes))} in the "
-            "answers to pieces of one batch: send it as one request (batch_rows, teacher_batch_size), or pad all rows "
-            "to one length"
+            "answers to pieces of one batch: send the batch as one request (batch_rows, teacher_batch_size), or pad "
+            "all rows to one length"
         )
     if isinstance(pieces[0], TopK):
         return (

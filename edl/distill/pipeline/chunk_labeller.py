@@ -239,7 +239,7 @@ class ChunkLabeller:
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
-        """Return the number of unsent chunks of a route's service, divided by the number that is enough.
+        """Return the number of unsent chunks of a route's service, divided by a sufficient number.
 
         If `route` is None, the service with the most unsent chunks counts. At 1, the feeding thread pauses, because
         more chunks would only evict warm memory from the CPU's caches.

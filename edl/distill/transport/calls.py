@@ -353,7 +353,7 @@ def _with_priority(
 
 
 async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSpec, deadline: float) -> ModelSpec:
-    """Return the model with current metadata. `known`: the previous specification, with the answers' version."""
+    """Return the model with current metadata. `known` is the previous specification, with the latest version."""
     request = kserve.ModelMetadataRequest(name=known.name, version=known.named_version)
     meta = await calls.call("ModelMetadata", request, deadline)
     if meta.name and meta.name != known.name:

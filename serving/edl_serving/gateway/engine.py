@@ -430,7 +430,7 @@ async def _find_endpoint(
 async def probe_endpoint(
     connection: EngineConnection, endpoint: ScoringEndpoint, model: str, k: int, before: EngineFacts | None = None
 ) -> ProbeAnswer:
-    """Ask about a prompt of three tokens; `before` holds the facts from the start, or None if this is the start."""
+    """Ask about a prompt of three tokens; `before` holds the facts from the first probe; None if this is it."""
     answer = await connection.post(endpoint.path, endpoint.body(model, _PROBE, k), answer_limit(len(_PROBE), k))
     if before is not None:
         before.check_model(answer)

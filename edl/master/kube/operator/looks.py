@@ -96,7 +96,7 @@ class WorkQueue:
             loop.close(max(0.0, deadline - time.monotonic()))
 
     def take(self) -> str | None:
-        """Return a key that is due, for work until `finish` is called; None if no key is due."""
+        """Return a key that is due, to be worked on until `finish` is called; None if no key is due."""
         with self._changed:
             key, due_s = self._find_next()
             if due_s > self._clock():

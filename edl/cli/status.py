@@ -19,7 +19,7 @@ from edl.collective.goodput import Event, NodeStatus
 from edl.collective.job_records import GAVE_UP, Exclusion
 from edl.command_line import CommandParser
 from edl.dashboard.state import as_json
-from edl.dashboard.state.jobs import read_job_status
+from edl.dashboard.state.jobs import JobReader, read_all_jobs, read_job_status
 from edl.dashboard.state.schema import DatasetStatus, JobStatus, MasterStatus, PoisonedShard
 from edl.discovery import Store, open_store
 from edl.errors import KubernetesError, PermanentError, ProtocolError, SettingsError
@@ -96,15 +96,17 @@ _STYLES = {
 }
 
 _DESCRIPTION = """\
-Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput so far (the share
-of wall-clock time spent on steps, not counting repetitions of lost steps), and what happened recently. If the job has
-a master, its shards are shown too, poisoned ones first. A job unknown to the default store is looked up in the
-kubeconfig's Kubernetes cluster; with --kube, --namespace, --context or --kubeconfig, only there. The reports of a
-job in Kubernetes are read from the job's store if that is your EDL_DISCOVERY, otherwise from --store."""
+Lists the jobs in a store, or shows one elastic job: its members with their ranks, how far and how fast they
+train, the goodput so far (the share of wall-clock time spent on steps, not counting repetitions of lost steps),
+and what happened recently. If the job has a master, its shards are shown too, poisoned ones first. A job unknown
+to the default store is looked up in the kubeconfig's Kubernetes cluster; with --kube, --namespace, --context or
+--kubeconfig, only there. The reports of a job in Kubernetes are read from the job's store if that is your
+EDL_DISCOVERY, otherwise from --store."""
 
 _EXAMPLES = """\
 examples:
-  edl status myjob                          once, from the default store (your SQLite file)
+  edl status                                all jobs in the default store (your SQLite file)
+  edl status myjob                          one job
   edl status myjob --watch                  refreshed every second until it ends or Ctrl-C
   edl status myjob --json | jq .goodput     for programs; with --watch, one JSON object per line
   edl status myjob --store consul://10.0.0.7:8500
@@ -118,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `edl status`."""
     parser = CommandParser("edl status", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
-    add("job", metavar="JOB", help="name of the job (`edl run --rdzv-id`)")
+    add("job", metavar="JOB", nargs="?", help="name of the job (`edl run --rdzv-id`); without it, list all jobs")
     parser.add_store_option()
     add("--watch", action="store_true", help="refresh until the job ends or Ctrl-C")
     add("--json", action="store_true", help="print JSON")
@@ -126,7 +128,10 @@ def main(argv: Sequence[str]) -> int:
     add("--kube", action="store_true", help="look in Kubernetes; JOB is NAME, job/NAME or pool/NAME")
     add_cluster_options(parser)
     options = parser.parse_args(argv)
-    if options.kube or options.namespace is not None or options.context or options.kubeconfig:
+    in_cluster = options.kube or options.namespace is not None or options.context or options.kubeconfig
+    if options.job is None and (options.forget or in_cluster):
+        raise SettingsError("name the JOB" + (" (`edl jobs` lists those in Kubernetes)" if in_cluster else ""))
+    if in_cluster:
         if options.forget:
             raise SettingsError("--forget is for a job in a store (--store), not for one in a cluster")
         with open_cluster(options) as client:
@@ -135,13 +140,20 @@ def main(argv: Sequence[str]) -> int:
     with open_store(DiscoverySettings.of(options.store).url) as store:
         if options.forget:
             return _forget(store, options.job)
+        every_s = _EVERY_S if options.watch else None
+        if options.job is None:
+            reader = JobReader(store)
+            show_looks(
+                lambda: read_all_jobs(reader), _listed, _json_list if options.json else None, _WIDTH, every_s=every_s
+            )
+            return 0
         try:
             show_looks(
                 lambda: read_job_status(store, options.job, LAST_EVENTS),
                 _shown,
                 _json if options.json else None,
                 _WIDTH,
-                every_s=_EVERY_S if options.watch else None,
+                every_s=every_s,
                 is_over=lambda status: status.state in ("done", "failed", GAVE_UP),
             )
         except SettingsError as exc:
@@ -187,10 +199,18 @@ def _json(status: JobStatus) -> str:
     return json.dumps(fields, allow_nan=False)
 
 
+def _json_list(jobs: Sequence[JobStatus]) -> str:
+    return f"[{', '.join(map(_json, jobs))}]"
+
+
+def _listed(jobs: Sequence[JobStatus]) -> RenderableType:
+    return Group(*map(_headline, jobs)) if jobs else Text("No jobs in this store: pass another one with --store")
+
+
 def _shown(status: JobStatus) -> RenderableType:
     shards = list(master_lines(status.master)) if status.master is not None else []
     if status.master_only:
-        return Group(Text.assemble("job ", (printable(status.job), "bold"), ": ", _coloured(status.state)), *shards)
+        return Group(_headline(status), *shards)
     parts: list[RenderableType] = [_headline(status), *shards]
     if status.message:
         parts.append(Text(printable(last_line(status.message)), "dim"))
@@ -202,6 +222,8 @@ def _shown(status: JobStatus) -> RenderableType:
 
 def _headline(status: JobStatus) -> Text:
     title = ("job ", (printable(status.job), "bold"), ": ")
+    if status.master_only:
+        return Text.assemble(*title, _coloured(status.state))
     if status.generation < 0:
         state = status.state if status.state in ("down", GAVE_UP) else "starting"
         return Text.assemble(*title, _coloured(state), f", {counted(len(status.nodes), 'node')} so far")

@@ -33,7 +33,7 @@ def test_life_of_a_job(scene: Scene, person: Person, edl_store: str) -> None:
     said = person.run(*SUBMIT, "--name", "story", "--workers", "1:3", "--env", "STEPS=100000", "steps.py")
     assert "job/story created" in said
     assert "2 workers wanted" in person.run("scale", "story", "2")
-    assert "only that file" in said
+    assert "no other file" in said
     assert "already exists in namespace" in person.run(
         *SUBMIT, "--name", "story", "--script-in-image", "steps.py", code=1
     )

@@ -117,6 +117,12 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
     return job_status(job, summary, master, count, last_events)
 
 
+def read_all_jobs(reader: JobReader) -> list[JobStatus]:
+    """Read all jobs for `edl status`, without events. Unreadable records are left out."""
+    summaries, masters, _ = reader.read(time.time())
+    return sort_jobs(job_status(job, summaries.get(job), masters.get(job), None, 0) for job in {**summaries, **masters})
+
+
 def sort_jobs(jobs: Iterable[JobStatus]) -> list[JobStatus]:
     """Return running jobs first, then ended jobs, latest first, then jobs whose agents gave up."""
 

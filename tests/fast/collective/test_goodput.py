@@ -486,6 +486,20 @@ def test_jobs_that_begin_end_or_are_down(store: Store, url: str, capsys: pytest.
     assert (told["state"], told["seconds"]["down"]) == ("down", pytest.approx(3590.0))
 
 
+def test_all_jobs_are_listed(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--store", url]) == 0
+    assert "No jobs in this store" in capsys.readouterr().out
+    add_node(store, "a", 10.0, 9.0)
+    put_world(store, "a", state=JobState.DONE)
+    assert main(["status", "--store", url]) == 0
+    assert capsys.readouterr().out.startswith("job resnet: done")
+    assert main(["status", "--json", "--store", url]) == 0
+    assert [job["job"] for job in json.loads(capsys.readouterr().out)] == ["resnet"]
+    for wrong in ("--forget", "--kube"):
+        assert main(["status", wrong, "--store", url]) == 2
+        assert "name the JOB" in capsys.readouterr().err
+
+
 def test_names_cannot_control_the_terminal(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     add_node(store, "a\x1b[2J", 10.0, 9.0, Event(NOW_S, "a", "join", "\x1b[31m[bold]x"))
     put_world(store, "a\x1b[2J")

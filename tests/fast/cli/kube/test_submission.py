@@ -251,13 +251,13 @@ def test_dry_run_asks_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert job["metadata"]["namespace"] == script["metadata"]["namespace"] == "research"
     assert job["metadata"]["name"].startswith("my-train-")
     assert job["spec"]["run"][2:] == ["/edl/script/My_train.py", "--dry-run", "-f", "x"], "the script's own options"
-    assert "only that file" in shown.err
+    assert "no other file" in shown.err
     (tmp_path / "job.yaml").write_text(dump_manifests(submission()))
     assert main(["submit", "-nprod", "-f", "job.yaml", "--dry-run"]) == 0
     assert "namespace: prod" in capsys.readouterr().out
 
 
-QUOTES = "0.001.*quote it"
+QUOTES = "0.001.*in quotes"
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ QUOTES = "0.001.*quote it"
         (lambda job: worker(job)["env"].append({"name": "RATE", "value": 0.001}), QUOTES),
         (lambda job: worker(job).update(command=["edl", 0.001]), QUOTES),
         (lambda job: job["spec"]["template"]["spec"].update(nodeSelector={"gpu": 0.001}), QUOTES),
-        (lambda job: job["spec"]["template"].update(metadata={"labels": {"team": False}}), "False.*quote it"),
+        (lambda job: job["spec"]["template"].update(metadata={"labels": {"team": False}}), "False.*in quotes"),
     ],
 )
 def test_slips_are_named(slip: Any, words: str) -> None:

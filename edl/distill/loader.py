@@ -35,7 +35,7 @@ logger = logging.getLogger("edl.distill")
 B = TypeVar("B")
 Inputs: TypeAlias = str | Sequence[str | None] | Mapping[str, str | int | Callable[[Any], Any]]
 TeachersLike: TypeAlias = (
-    str | Sequence[str] | Teachers | Sequence[Teachers] | Mapping[Any, str | Sequence[str] | Teachers] | None
+    str | Teachers | Sequence[str | Teachers] | Mapping[Any, str | Sequence[str] | Teachers] | None
 )
 Route: TypeAlias = str | int | Callable[[Any], Any] | None
 
@@ -270,16 +270,15 @@ def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, op
         raise SettingsError("teachers is a mapping by field value: name the field with route=")
     if isinstance(teachers, str | Teachers):
         return [Teachers.parse(teachers, discovery=discovery)]
-    parts = list(teachers) if isinstance(teachers, Iterable) else [teachers]
-    groups = [part for part in parts if isinstance(part, Teachers)]
-    names = [part for part in parts if isinstance(part, str)]
-    if groups and len(groups) == len(parts):
-        return groups
-    if len(names) < len(parts):
+    parts: list[Any] = list(teachers) if isinstance(teachers, Iterable) else [teachers]
+    if not all(isinstance(part, str | Teachers) for part in parts):
         raise SettingsError(
             f"teachers={teachers!r}: expected a service's name, host:port of each teacher, or a list of Teachers"
         )
-    return [Teachers.parse(names, discovery=discovery)]
+    names = [part for part in parts if isinstance(part, str)]
+    if not parts or (names == parts and any(":" in name for name in names)):
+        return [Teachers.parse(names, discovery=discovery)]
+    return [Teachers.parse(part, discovery=discovery) for part in parts]
 
 
 def resolve_routes(

@@ -55,7 +55,7 @@ def distill(
     Args:
         loader: Yields batches: a tensor, a tuple or list of tensors, or a mapping. Its workers, pinned memory and `len`
             work as usual.
-        teachers: A service's name, `host:port` of teachers, `Teachers`, or a list of `Teachers` for an ensemble; None
+        teachers: A service's name, `host:port` of teachers, `Teachers`, or a list of services for an ensemble; None
             to read the environment (`EDL_SERVICE`, `EDL_TEACHERS`). If this is an empty list, no teacher is asked: the
             loader yields `(batch, None)` in the same order, and `device` is the only other argument that has an effect.
         inputs: Parts of a batch to send to the teachers: a list with the input name for each position (None: not sent);

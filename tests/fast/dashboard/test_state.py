@@ -153,7 +153,7 @@ def test_store_is_shown_the_credentials(monkeypatch: pytest.MonkeyPatch) -> None
     assert shown == [credentials]
 
 
-@pytest.mark.parametrize(("state", "cause"), [("draining", "drained"), ("ready", "process ended"), ("starting", "killed")])
+@pytest.mark.parametrize(("state", "cause"), [("draining", "drained"), ("ready", "ended"), ("starting", "killed")])
 def test_teacher_that_left_has_a_cause(state: str, cause: str) -> None:
     before = schema.ServiceStatus("s", (schema.TeacherStatus("t", "", "", "", state),), ())
     (event,) = find_changes([before], [], 5.0)

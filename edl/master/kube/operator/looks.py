@@ -66,6 +66,7 @@ class WorkQueue:
         self._due: dict[str, float] = {}
         self._active: dict[str, float] = {}
         self._failures: dict[str, Backoff] = {}
+        self._warned: dict[str, str] = {}  # the last warning about each key that fails, which is logged once
         self._changed = threading.Condition()
         self._closed = False
         self._loops = [BackgroundLoop(f"edl-reconcile-{number}", self._step) for number in range(workers)]
@@ -115,6 +116,7 @@ class WorkQueue:
                 self._add(key, now_s + backoff.next_wait_s())
             else:
                 self._failures.pop(key, None)
+                self._warned.pop(key, None)
             if requeue_s is not None:
                 self._add(key, now_s + requeue_s)
             self._changed.notify()
@@ -135,8 +137,7 @@ class WorkQueue:
             raise
         except (EDLError, TimeoutError) as exc:
             error = exc
-            level = logging.DEBUG if isinstance(exc, (ConflictError, TemporaryError)) else logging.WARNING
-            logger.log(level, "%s: %s", key, exc)
+            self._log(key, exc)
         except Exception as exc:
             error = exc
             raise  # the loop logs it with its traceback
@@ -144,6 +145,12 @@ class WorkQueue:
             self.finish(key, failed=error is not None, requeue_s=requeue_s)
             self._on_result(key, self._clock() - begun_s, error)
         return 0.0
+
+    def _log(self, key: str, exc: Exception) -> None:
+        is_known = isinstance(exc, (ConflictError, TemporaryError)) or self._warned.get(key) == str(exc)
+        if not is_known:
+            self._warned[key] = str(exc)
+        logger.log(logging.DEBUG if is_known else logging.WARNING, "%s: %s", key, exc)
 
     def _wait_due(self) -> str | None:
         with self._changed:

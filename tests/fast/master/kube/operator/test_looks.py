@@ -10,7 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from edl.errors import AccessDeniedError, ConflictError, EDLError, KubernetesError, QuotaExceededError
+from edl.errors import (
+    AccessDeniedError,
+    ConflictError,
+    EDLError,
+    InvalidObjectError,
+    KubernetesError,
+    QuotaExceededError,
+)
 from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, PODS
 from edl.kube.responses import NotServedError
@@ -289,3 +296,24 @@ def test_errors_are_repeated_and_reported() -> None:
         assert len(queue) == 1, "the bad key is tried again"
     finally:
         queue.close()
+
+
+def test_same_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    ends: list[str] = []
+    texts = ["no, 1", "no, 1", "no, 1", "no, 2", "", "no, 2"]
+
+    def work(key: str) -> float | None:
+        if text := texts[len(ends) % len(texts)]:
+            raise InvalidObjectError(text)
+        return 0.0
+
+    queue = WorkQueue(
+        work, workers=1, on_result=lambda key, seconds, error: ends.append(str(error)), backoff_s=(0.001, 0.001)
+    )
+    try:
+        queue.add("a")
+        wait_until(lambda: len(ends) >= 6, "all of them")
+    finally:
+        queue.close()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said[:3] == ["a: no, 1", "a: no, 2", "a: no, 2"]

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 
 from edl.background import start_call
 from edl.backoff import Backoff
-from edl.cli.kube.workloads import Target, add_cluster_options, find_target, list_pods, open_cluster
+from edl.cli.kube.workloads import ENDED_PHASES, Target, add_cluster_options, find_target, list_pods, open_cluster
 from edl.cli.output import print_note, printable
 from edl.command_line import CommandParser, at_least
 from edl.dashboard.state.cluster import decode_workload
@@ -32,8 +32,8 @@ from edl.kube.objects import Object, format_time, read_time
 from edl.kube.resource_types import PODS
 from edl.master.kube.members.pods import MemberPod, read_member_pods
 
-FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
-"""Phases after which there is no further output; a rejected resource remains rejected until its spec changes."""
+FINAL_PHASES: Final = (*ENDED_PHASES, "Rejected", "Deleted")
+"""Phases after which there is no further output; a rejected resource remains rejected until someone corrects it."""
 _TAKEN_UP_S: Final = 15.0
 """If a resource is not handled for this long, probably no operator is running: an operator handles a new resource
 within a second."""
@@ -300,7 +300,7 @@ class PodLog:
         return (
             found is None
             or found["metadata"].get("uid") != self.pod.uid
-            or (found.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+            or (found.get("status") or {}).get("phase") in ENDED_PHASES
         )
 
 

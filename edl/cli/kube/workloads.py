@@ -33,6 +33,7 @@ INSTALL_HINT: Final = (
     "--set image.repository=IMAGE, or, with your image in it, kubectl apply -f serving/kube/manifests/crds.yaml "
     "-f serving/kube/manifests/operator.yaml (docs/kubernetes-operators.md)"
 )
+ENDED_PHASES: Final = ("Succeeded", "Failed")
 _TIMEOUT_S: Final = 10.0
 """Timeout of API requests, short because a user is waiting."""
 _WAIT_S: Final = 120.0
@@ -266,6 +267,10 @@ def _set_suspended(command: str, argv: Sequence[str], suspended: bool, descripti
     with open_cluster(options) as client:
         targets = [find_target(client, name) for name in options.names]  # find all before changing any
         for target in targets:
+            phase = (target.resource.get("status") or {}).get("phase")
+            if phase in ENDED_PHASES:
+                print(printable(f"{target}: has ended ({phase}): there is nothing to {command}"))
+                continue
             if (target.resource.get("spec", {}).get("suspend") is True) == suspended:
                 print(printable(f"{target}: is {'suspended' if suspended else 'not suspended'} already"))
                 continue

@@ -155,6 +155,19 @@ def test_service_is_the_pools(options: list[str], service: str, monkeypatch: pyt
     assert read_env(api.objects["ElasticJob", "a"]) == [{"name": "EDL_SERVICE", "value": service}]
 
 
+@pytest.mark.parametrize("command", ["suspend", "resume"])
+def test_ended_job_is_not_suspended(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api = FakeApi()
+    metadata = {"name": "a", "namespace": "n", "uid": "u"}
+    api.objects["ElasticJob", "a"] = {"metadata": metadata, "spec": {}, "status": {"phase": "Succeeded"}}
+    monkeypatch.setattr("edl.cli.kube.workloads.open_cluster", lambda options: contextlib.nullcontext(api))
+    assert main([command, "a"]) == 0
+    assert capsys.readouterr().out == f"job/a: has ended (Succeeded): there is nothing to {command}\n"
+    assert api.objects["ElasticJob", "a"]["spec"] == {}
+
+
 def job(phase: str, ready: int = 0, reason: str = "") -> dict[str, Any]:
     accepted = {"type": "Accepted", "status": "False", "reason": reason, "message": "no such account"}
     conditions = [accepted] if reason else [{"type": "Accepted", "status": "True"}]

@@ -126,7 +126,7 @@ class PhaseObserver:
         if accepted.message != self._refusal:
             self._refusal = accepted.message
             self._note(f"{self._target}: {accepted.reason}: {accepted.message.strip()}")
-        if item.phase != "Pending" or accepted.reason not in _REFUSALS:
+        if item.ready or item.phase != "Pending" or accepted.reason not in _REFUSALS:
             self._refused_since = None
         elif self._refused_since is None:
             self._refused_since = self._clock()

@@ -313,11 +313,12 @@ def write_job_status(draft: JobDraft) -> Object:
         if draft.failure is not None
         else Condition("Failed", False, "NotFailed", "the job has not failed"),
     ]
+    running = next(condition for condition in conditions if condition.type == "Running")
     before = job.status.get("conditions")
     status: Object = {
         **{key: value for key, value in job.status.items() if key not in _VANISHING},
         "observedGeneration": job.generation,
-        "phase": _find_phase(draft),
+        "phase": _find_phase(draft, running),
         "jobId": job.job_id,
         "store": job.store,
         "checkpoint": job.checkpoint,
@@ -344,14 +345,14 @@ _VANISHING: Final = ("startTime", "completionTime", "ignoredEdits")
 """Fields that are removed if empty: for example, a suspended job has no `startTime`, as in `batch/v1`."""
 
 
-def _find_phase(draft: JobDraft) -> str:
+def _find_phase(draft: JobDraft, running: Condition) -> str:
     if draft.failure is not None:
         return "Failed"
     if draft.succeeded:
         return "Succeeded"
     if draft.suspended:
         return "Suspended"
-    return "Running" if draft.ready or draft.ending else "Pending"
+    return "Running" if running.status else "Pending"
 
 
 _AT_REST: Final = {True: ("Finished", "the job has ended"), False: ("Suspended", "spec.suspend is true")}
@@ -385,7 +386,7 @@ def _describe_running(draft: JobDraft) -> Condition:
     if draft.finished or draft.suspended:
         return build(False, *_AT_REST[draft.finished])
     if draft.ending:
-        return build(bool(ready), "Ending", draft.ending)
+        return build(True, "Ending", draft.ending)
     stuck = next((pod for pod in draft.workers if pod.failing), None)
     words = f"{stuck.key}: {stuck.waiting}: {stuck.waiting_message}".rstrip(": ") if stuck else ""
     if ready >= job.min_replicas:
@@ -428,7 +429,9 @@ def _write_message(conditions: list[Condition], draft: JobDraft) -> str:
         return "suspended"
     running = next(condition for condition in conditions if condition.type == "Running")
     scheduled = next(condition for condition in conditions if condition.type == "Scheduled")
-    return scheduled.message if running.reason == "NotScheduled" else running.message
+    message = scheduled.message if running.reason == "NotScheduled" else running.message
+    store = describe_store(draft.observation.store)
+    return message if store.reason == "Valid" else f"{message}; {store.message}"
 
 
 def _write_progress(status: Object, before: Mapping[str, Any], progress: WorkProgress | None, succeeded: bool) -> None:

@@ -344,8 +344,6 @@ def write_status(draft: PoolDraft) -> Object:
         Condition("Suspended", pool.suspend, "Suspended" if pool.suspend else "NotSuspended"),
         *([_describe_update(draft)] if update is not None else []),
     ]
-    if draft.observation.service_holder:
-        message = conditions[0].message
     if store.stale and pool.scaling == "auto":
         message += "; the wanted number is unknown, as the store is unreachable"
     if store.refused and pool.scaling == "auto" and not pool.suspend:
@@ -353,7 +351,7 @@ def write_status(draft: PoolDraft) -> Object:
     before, now_s = pool.status.get("conditions"), draft.observation.now_s
     status = {
         "observedGeneration": pool.generation,
-        "phase": "Suspended" if pool.suspend else "Running" if draft.ready or not draft.target else "Pending",
+        "phase": _find_phase(draft),
         "service": pool.service,
         "replicas": draft.replicas,
         "readyReplicas": draft.ready,
@@ -377,6 +375,14 @@ def write_status(draft: PoolDraft) -> Object:
     return status
 
 
+def _find_phase(draft: PoolDraft) -> str:
+    if draft.pool.suspend:
+        return "Suspended"
+    if draft.observation.service_holder:
+        return "Rejected"
+    return "Running" if draft.ready or not draft.target else "Pending"
+
+
 def _list_excluded(records: Mapping[str, MemberRecord], now_s: float) -> list[Object] | None:
     nodes = [node for record in records.values() for node in record.excluded_nodes if node.until_s > now_s]
     latest = {node.node: node for node in sorted(nodes, key=lambda node: (node.node, node.until_s))}
@@ -397,6 +403,9 @@ def _describe_readiness(draft: PoolDraft) -> tuple[Condition, str]:
     counted = f"{draft.ready} of {draft.target} teachers are ready"
     if draft.pool.suspend:
         return Condition("Ready", False, "Suspended", counted), "suspended"
+    if draft.observation.service_holder:
+        message = _describe_acceptance(draft).message
+        return Condition("Ready", False, "ServiceTaken", message), message
     if draft.failing:
         message = f"{counted}; {draft.failing}"
         return Condition("Ready", False, "TeacherFailing", message), message

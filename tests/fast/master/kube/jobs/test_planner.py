@@ -73,6 +73,17 @@ def test_many_workers_come_by_the_hundred() -> None:
     assert len(cluster.list_live()) == 250
 
 
+def test_half_a_minimum_does_not_run() -> None:
+    cluster = SimulatedCluster(minReplicas=2, maxReplicas=2)
+    cluster.nodes = {"node1": 1}
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.status["readyReplicas"]) == ("Pending", 1)
+    assert cluster.find_condition("Running")["status"] == "False"
+    cluster.nodes["node2"] = 1
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.find_condition("Running")["status"]) == ("Running", "True")
+
+
 def test_given_room_that_does_not_come() -> None:
     """A worker that waits for ever would keep all that is idle from others, since what waits comes first."""
     cluster = SimulatedCluster(minReplicas=1, maxReplicas=8)
@@ -282,6 +293,7 @@ def test_store_away_changes_nothing() -> None:
     accepted = cluster.find_condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("True", "StoreUnreachable")
     assert accepted["message"] == cluster.unreachable
+    assert cluster.status["message"].endswith(f" workers run; {cluster.unreachable}")
     assert (cluster.events.count("StoreUnreachable"), len(cluster.list_running())) == (1, 1)
     cluster.stale, cluster.unreachable, cluster.wanted = "", "", 3
     cluster.settle()

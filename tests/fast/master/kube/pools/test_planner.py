@@ -256,6 +256,8 @@ def test_pool_leaves_a_service_that_is_taken() -> None:
     assert not plan.create
     accepted = find_condition(plan.status, "Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "ServiceTaken")
+    ready = find_condition(plan.status, "Ready")
+    assert (ready["status"], ready["reason"], plan.status["phase"]) == ("False", "ServiceTaken", "Rejected")
     assert "team-a" in plan.status["message"]
     assert [event.reason for event in plan.events] == ["ServiceTaken"]
 

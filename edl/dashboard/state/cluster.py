@@ -24,13 +24,7 @@ from edl.kube.client import KubeClient
 from edl.kube.objects import Object, read_time
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
-from edl.master.kube.members.pods import (
-    MANAGED_BY,
-    PREVIOUS_SPEC_APPLIES,
-    MemberPod,
-    get_mapping,
-    read_member_pods,
-)
+from edl.master.kube.members.pods import MANAGED_BY, MemberPod, get_mapping, read_member_pods
 from edl.quoting import shown
 
 _MAX_MESSAGE: Final = 4096
@@ -38,8 +32,6 @@ _MAX_MESSAGE: Final = 4096
 _MAX_MEMBERS: Final = 2000
 """Maximum number of a job's members on the page."""
 _ENDED: Final = ("Succeeded", "Failed")
-_TRIED_AGAIN: Final = ("ObjectRefused", "AccessDenied", "QuotaExceeded")
-"""Reasons for Accepted=False that come from the API server, not from the spec: in these cases, the operator retries."""
 
 _Json = Mapping[str, Any]
 
@@ -49,13 +41,12 @@ def decode_workload(kind: str, found: _Json, pods: Iterable[_Json] | None = None
     metadata, spec, status = (get_mapping(found, name) for name in ("metadata", "spec", "status"))
     name = text(metadata.get("name"))
     least = whole(spec.get("minReplicas"))
-    conditions = tuple(map(_condition, rows(status.get("conditions"))))
     own = None if pods is None else read_member_pods(pods, text(metadata.get("uid")))[0]
     return KubernetesWorkload(
         kind=kind,
         namespace=text(metadata.get("namespace")),
         name=name,
-        phase=_phase(metadata, status, conditions),
+        phase="Deleting" if metadata.get("deletionTimestamp") else text(status.get("phase")),
         job_id=text(status.get("jobId")) if kind == "job" else text(spec.get("service")) or name,
         store=shown(text(status.get("store")) or text(spec.get("store"))),
         ready=whole(status.get("readyReplicas")),
@@ -73,7 +64,7 @@ def decode_workload(kind: str, found: _Json, pods: Iterable[_Json] | None = None
         message=text(status.get("message"), _MAX_MESSAGE),
         borrowed=whole(status.get("borrowed")),
         queue=text(spec.get("queue")),
-        conditions=conditions,
+        conditions=tuple(map(_condition, rows(status.get("conditions")))),
         members=_members(get_mapping(status, "members"), own),
     )
 
@@ -87,17 +78,6 @@ def sort_workloads(found: Iterable[KubernetesWorkload]) -> list[KubernetesWorklo
         return item.kind == "pool", ended, when, item.namespace, item.name
 
     return sorted(found, key=rank)
-
-
-def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondition]) -> str:
-    if metadata.get("deletionTimestamp"):
-        return "Deleting"
-    phase = text(status.get("phase"))
-    # Members of a running job keep running, whatever its spec becomes, and even if one of them is refused.
-    works = phase == "Running" or phase in _ENDED or bool(whole(status.get("readyReplicas")))
-    refused = next((item for item in conditions if item.type == "Accepted" and item.status == "False"), None)
-    goes_on = refused is None or refused.reason in _TRIED_AGAIN or refused.message.endswith(PREVIOUS_SPEC_APPLIES)
-    return phase if works or goes_on else "Rejected"
 
 
 def _condition(found: _Json) -> KubernetesCondition:

@@ -70,8 +70,8 @@ class KubernetesWorkload:
 
     Attributes:
         kind: "job" or "pool".
-        phase: "Pending", "Running", "Suspended", "Succeeded", "Failed" or "Deleting"; "Rejected" if its spec is
-            unusable, no member works and no previous spec applies; empty if no operator has handled it.
+        phase: "Pending", "Running", "Rejected", "Suspended", "Succeeded", "Failed" or "Deleting"; empty if no operator
+            has handled it.
         job_id: Name of the job in the Store; for a pool, its service.
         store: URL of the Store, without secrets.
         ready: Number of working members.

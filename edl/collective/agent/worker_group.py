@@ -268,7 +268,7 @@ class WorkerGroup:
         self.running = True
         self._began_at = time.monotonic()
         self.hangs.begin_generation(self._began_at)
-        self._outcome.begin_generation(self._began_at)
+        self._outcome.begin_generation(self._began_at, alone=world.size == 1)
         self._tail_logs(logs)
 
     def stop_workers(self) -> None:

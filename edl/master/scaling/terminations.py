@@ -89,6 +89,7 @@ class TerminationVerdict:
 
 _BY_AGENT: Final[Mapping[str, TerminationCause]] = {
     "killed": TerminationCause.KILLED,
+    "crashed": TerminationCause.CRASHED,
     "contact": TerminationCause.PEER_LOST,
     "error": TerminationCause.USER_ERROR,
     "hardware": TerminationCause.HARDWARE,

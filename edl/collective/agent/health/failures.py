@@ -44,7 +44,8 @@ _MISUSE: Final = re.compile(r"\bnccl(?:InvalidUsage|InvalidArgument)\b")
 class ExitCause(Enum):
     """Why a worker failed."""
 
-    KILLED = "killed"  # by a signal, or a process that loads its data was: memory, preemption, a crash
+    KILLED = "killed"  # by a signal, or a process that loads its data was: memory, preemption
+    CRASHED = "crashed"  # in native code, which sent the signal itself, such as SIGSEGV
     PEER_LOST = "contact"  # with another rank, where the cause is; Paddle's gloo and NCCL's watchdog use SIGABRT
     ERROR = "error"  # the script raised (a failed assertion in a kernel counts too), or ended with a nonzero exit code
     HARDWARE = "hardware"  # a GPU of the node is broken
@@ -83,6 +84,9 @@ _READER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is ki
 _READER_ERROR = re.compile(
     r"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code", re.MULTILINE
 )
+_CRASHES: Final = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
+)
 _MAX_NAMED: Final = 4  # ranks in a message: of thousands, a few are enough
 
 
@@ -94,9 +98,12 @@ class WorkerFailure:
     status: int  # its exit code; if a signal killed it, the negative signal number
     text: str  # its traceback; empty if it left none
     description: str  # how it ended, in one line
+    alone: bool = False  # whether the world had no other rank, with which it could have lost contact
 
     @property
     def cause(self) -> ExitCause:
+        if self.alone and self.status == -signal.SIGABRT:
+            return ExitCause.CRASHED
         return find_exit_cause(self.status, self.text)
 
     @property
@@ -125,6 +132,8 @@ class RecoveryDecision:
 def find_exit_cause(status: int, text: str) -> ExitCause:
     if status == -signal.SIGABRT:
         return ExitCause.PEER_LOST
+    if -status in _CRASHES:
+        return ExitCause.CRASHED
     if status < 0 or (
         _READER.match(_last_line(text)) and _READER_KILLED.search(text) and not _READER_ERROR.search(text)
     ):
@@ -158,8 +167,13 @@ def decide_recovery(
     missing_gpu_means = ExitCause.UNCLEAR if trained else ExitCause.ERROR
     causes = [missing_gpu_means if failure.cause is ExitCause.MISSING else failure.cause for failure in failures]
     errors, killed, unclear, broken = (
-        [failure for failure, found in zip(failures, causes, strict=True) if found is cause]
-        for cause in (ExitCause.ERROR, ExitCause.KILLED, ExitCause.UNCLEAR, ExitCause.HARDWARE)
+        [failure for failure, found in zip(failures, causes, strict=True) if found in group]
+        for group in (
+            (ExitCause.ERROR,),
+            (ExitCause.KILLED, ExitCause.CRASHED),
+            (ExitCause.UNCLEAR,),
+            (ExitCause.HARDWARE,),
+        )
     )
     if broken:
         return RecoveryDecision(
@@ -170,7 +184,7 @@ def decide_recovery(
             cause=ExitCause.HARDWARE,
         )
     if killed:
-        return RecoveryDecision(restart=killed[0].reason, rank=killed[0].rank, cause=ExitCause.KILLED)
+        return RecoveryDecision(restart=killed[0].reason, rank=killed[0].rank, cause=killed[0].cause)
     if errors:
         error = next((failure for failure in errors if failure.text), errors[0])
         # Without a traceback, the script may have ended itself because a node was lost. If that loss shows later, the
@@ -309,6 +323,7 @@ class GenerationOutcome:
         self._ended_well: set[int] = set()
         self._restart_policy = RestartPolicy(max_restarts)
         self._began_at = 0.0
+        self._alone = False
         self._oom_kills: int | None = None
         self._leave_on_oom = leave_on_oom
         self._killed_for_memory = False
@@ -328,8 +343,9 @@ class GenerationOutcome:
         self._ended_well.clear()
         self._killed_for_memory = False
 
-    def begin_generation(self, now: float) -> None:
+    def begin_generation(self, now: float, *, alone: bool = False) -> None:
         self._began_at = now
+        self._alone = alone
         self._oom_kills = cgroups.read_oom_kills()
 
     def record_exit(self, rank: int, status: int, description: str, error_file: Path) -> None:
@@ -339,7 +355,7 @@ class GenerationOutcome:
             return
         if status == -signal.SIGKILL and self._count_oom_kills():
             description += ": there was too little memory, according to the cgroup"
-        failure = WorkerFailure(rank, status, read_error_file(error_file), description)
+        failure = WorkerFailure(rank, status, read_error_file(error_file), description, self._alone)
         # If the kernel killed a process that loads data for a worker, the worker's own error only says so.
         by_kill = status == -signal.SIGKILL or (status > 0 and failure.cause is ExitCause.KILLED)
         self._killed_for_memory |= by_kill and bool(self._count_oom_kills())

@@ -55,6 +55,7 @@ Report = TerminationReport
         (Report(events=("FailedMount",)), Cause.LAUNCH_FAILED),
         (Report(exit_code=74, conditions=("PreemptionByScheduler",), oom_kills=1), Cause.NOT_STORED),
         (Report(exit_code=75), Cause.QUORUM_MISSED),
+        (Report(exit_code=1, agent_cause="crashed"), Cause.CRASHED),
         (Report(), Cause.UNKNOWN),
         (Report(agent_cause="a word of tomorrow's agent"), Cause.UNKNOWN),
     ],

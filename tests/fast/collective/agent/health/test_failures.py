@@ -100,6 +100,25 @@ def test_the_scripts_own_errors_are_its_own(text: str) -> None:
     assert find_exit_cause(-9, text) is ExitCause.KILLED
 
 
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"])
+def test_crash_is_no_kill(name: str) -> None:
+    """The workers are restarted in place, and if that does not help, the job's end names a crash."""
+    crashed = failure(-signal.Signals[name])
+    policy, decision = RestartPolicy(0), decide([crashed, LOST], 0.0)
+    assert (decision.restart, decision.cause) == ("worker 0", ExitCause.CRASHED)
+    for _ in range(11):
+        assert policy.apply_limits(decision, 0, Progress(5)) == decision
+        policy.record_restart(Progress(5), 1.0)
+    end = policy.apply_limits(decision, 0, Progress(5))
+    assert (bool(end.fatal), end.cause) == (True, ExitCause.CRASHED)
+
+
+def test_abort_is_a_crash_of_a_single_rank() -> None:
+    """Of several ranks, NCCL's watchdog and gloo abort a rank that lost contact with another."""
+    assert decide([ABORTED], 2.5).cause is ExitCause.PEER_LOST
+    assert decide([replace(ABORTED, alone=True)], 0.0).cause is ExitCause.CRASHED
+
+
 def test_killed_loader_is_a_killed_worker() -> None:
     killed, gone = traceback_of(READER_KILLED), traceback_of(READER_GONE)
     for text in (killed, killed + CAUSE + gone):
@@ -250,7 +269,6 @@ DATA_LOADER = "RuntimeError: DataLoader worker (pid 71) is killed by signal: Kil
         (1, -signal.SIGKILL, "", True),
         (0, -signal.SIGKILL, "", False),
         (None, -signal.SIGKILL, "", False),
-        (1, -signal.SIGSEGV, "", False),
         (1, 1, DATA_LOADER, True),
         (0, 1, DATA_LOADER, False),
     ],

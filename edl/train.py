@@ -41,7 +41,7 @@ from edl.datasets.parquet import import_parquet
 from edl.distill.divergences import NO_LABEL
 from edl.distill.losses import DistillLoss, kl_divergence, logit_mse
 from edl.distill.torch import distill
-from edl.errors import EDLError, SettingsError
+from edl.errors import EDLError, NoTeacherError, SettingsError
 from edl.quoting import did_you_mean, quote
 
 Columns: TypeAlias = dict[str, Any]
@@ -77,7 +77,9 @@ def main(arguments: Sequence[str]) -> int:
     path, plan = arguments
     try:
         _Training(load_definition(path), TrainPlan(**json.loads(plan))).run()
-    except EDLError as exc:  # a user's mistake, or no teacher: a traceback through this file would not help
+    except NoTeacherError:  # recognized by the agent in the traceback: the job can be started again
+        raise
+    except EDLError as exc:  # a user's mistake: a traceback through this file would not help
         print(f"edl train: {exc}", file=sys.stderr, flush=True)  # noqa: T201 - as `edl` itself does
         return 2 if isinstance(exc, SettingsError) else 1
     return 0

@@ -19,7 +19,7 @@ import pyarrow  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from edl.cli import main as edl_main  # noqa: E402
-from edl.errors import SettingsError  # noqa: E402
+from edl.errors import NoTeacherError, SettingsError  # noqa: E402
 from edl.train import ParquetTable, TrainPlan, _hard_loss, _Training, load_definition, main  # noqa: E402
 
 LOSS = "def loss(outputs, labels):\n    return "
@@ -76,6 +76,19 @@ def test_refused(
     Path("definition.py").write_text(source)
     assert main(["definition.py", json.dumps({"data": table, **plan})]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_want_of_a_teacher_is_raised(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent recognizes it by the traceback, and lets the job start again."""
+
+    def run(training: _Training) -> None:
+        raise NoTeacherError("no live teacher for 'digits'")
+
+    monkeypatch.setattr(_Training, "run", run)
+    tmp = Path(table).parent / "student.py"
+    tmp.write_text(MODEL)
+    with pytest.raises(NoTeacherError):
+        main([str(tmp), json.dumps({"data": table, "inputs": ["x"], "label": "digit"})])
 
 
 def test_empty_values_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -27,7 +27,7 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILED = 1  # the script raised, or exited with a code other than 0
     NOT_STORED = 74  # EX_IOERR of sysexits.h: the script has ended, but its last state is not in storage
-    TRY_AGAIN = 75  # EX_TEMPFAIL: too few nodes joined in time, or the store does not answer at the start
+    TRY_AGAIN = 75  # EX_TEMPFAIL: too few nodes joined in time, no teacher was live, or the store does not answer
     FAULTY_NODE = 69  # EX_UNAVAILABLE: a GPU of this node failed, or the node failed the check before joining
     OUT_OF_MEMORY = 137  # `--leave-on-oom`; the code after any SIGKILL, so whatever restarts nodes sees no difference
 

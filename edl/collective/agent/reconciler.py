@@ -290,8 +290,16 @@ class NodeReconciler:
         if world.state is JobState.DONE:
             logger.info("job %s has ended: %s", self._spec.job, world.message, extra={"job": self._spec.job})
             return ExitCode.DONE
-        logger.error("job %s has failed: %s", self._spec.job, world.message, extra={"job": self._spec.job})
-        return ExitCode.FAILED
+        code = ExitCode.FAILED
+        if world.cause == ExitCause.NO_TEACHER.value:
+            code = ExitCode.TRY_AGAIN
+            self._context.persister.store_newest()  # on every node, since the job continues from there
+        logger.error(
+            "job %s has failed, exit code %d: %s",
+            *(self._spec.job, code, world.message),
+            extra={"job": self._spec.job, "exit_code": int(code)},
+        )
+        return code
 
     def _describe_end(self, world: World) -> TerminationMessage:
         """Return why a job ended: the same on every node, except for the number of processes that the kernel killed."""

@@ -8,8 +8,8 @@ memory, then the fate of the pod and its node, and only then exit codes and sign
 `decide_relaunch` looks up the action in one table, by the cause and how often it occurred without progress. The table
 is for pods that have ended; before a pod ends, `edl run` restarts its workers in the pod. In each row, the cheapest
 action comes first, unless a remedy is known (more memory, another node), which is then used at once. After the last
-action, the job stops. Causes that lie in the cluster (preemption, a lost node, missing nodes) have no last action: they
-are not the job's fault, and may recur for days.
+action, the job stops. Causes that lie in the cluster (preemption, a lost node, missing nodes or teachers) have no last
+action: they are not the job's fault, and may recur for days.
 
 The agent's exit codes and messages are in `edl.collective.agent.ending`, which is not imported here; a test compares
 them with the values here.
@@ -52,6 +52,7 @@ class TerminationCause(Enum):
     HARDWARE = "hardware"  # a GPU of the node is broken, or the node failed the check before joining
     UNCLEAR_FAULT = "unclear_fault"  # an illegal operation on a GPU: the kernel's own error, or the GPU's
     LAUNCH_FAILED = "launch_failed"  # the container never ran: its image, command, volume or configuration is missing
+    NO_TEACHER = "no_teacher"  # the script waited in vain for a teacher
     QUORUM_MISSED = "quorum_missed"  # too few nodes joined within the deadline
     NOT_STORED = "not_stored"  # the script succeeded, but its last state was not stored
     UNKNOWN = "unknown"
@@ -95,6 +96,7 @@ _BY_AGENT: Final[Mapping[str, TerminationCause]] = {
     "hardware": TerminationCause.HARDWARE,
     "unclear": TerminationCause.UNCLEAR_FAULT,
     "missing": TerminationCause.UNCLEAR_FAULT,
+    "no_teacher": TerminationCause.NO_TEACHER,
 }
 """The keys are the values of `edl.collective.agent.health.failures.ExitCause`; a test compares the two."""
 
@@ -205,7 +207,7 @@ def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> Te
 
 
 def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> TerminationVerdict:
-    if code == _EXIT_TRY_AGAIN:
+    if code == _EXIT_TRY_AGAIN and report.agent_cause != "no_teacher":
         return TerminationVerdict(TerminationCause.QUORUM_MISSED, f"exit code {code}")
     # If a signal ended the process, the agent's message may be about an earlier end, which the job survived and which
     # must not stop it. A lost peer and an unclear fault also end a process by SIGABRT.
@@ -302,6 +304,7 @@ RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
     TerminationCause.HARDWARE: (RelaunchRule(_ELSEWHERE, 10),),
     TerminationCause.UNCLEAR_FAULT: (RelaunchRule(_NEW, 1), RelaunchRule(_ELSEWHERE, 1)),
     TerminationCause.LAUNCH_FAILED: (RelaunchRule(_NEW, 3),),
+    TerminationCause.NO_TEACHER: (RelaunchRule(_NEW),),
     TerminationCause.QUORUM_MISSED: (RelaunchRule(_NEW),),
     TerminationCause.NOT_STORED: (),  # another pod would find the job done and nothing to store
     TerminationCause.UNKNOWN: (RelaunchRule(_NEW, 3),),

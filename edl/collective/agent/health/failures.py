@@ -51,6 +51,7 @@ class ExitCause(Enum):
     HARDWARE = "hardware"  # a GPU of the node is broken
     UNCLEAR = "unclear"  # a kernel made an illegal access or the like: either its own error, or the GPU's
     MISSING = "missing"  # the GPU does not exist: an error of the script, unless it existed before
+    NO_TEACHER = "no_teacher"  # the script waited in vain for a teacher (`edl.errors.NoTeacherError`)
 
 
 def find_gpu_fault(text: str) -> tuple[ExitCause, str] | None:
@@ -83,6 +84,16 @@ _READER = re.compile(
 _READER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is killed by signal", re.MULTILINE)
 _READER_ERROR = re.compile(
     r"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code", re.MULTILINE
+)
+
+# Only the wait for a teacher, which a later start may shorten. The same class also says that no teacher accepts so
+# large a request: that needs a change in the script.
+_NO_TEACHER: Final = re.compile(
+    r"^edl\.errors\.NoTeacherError: (no live teacher for (?:(?! accepted ).)+? within .*)$", re.MULTILINE
+)
+_NO_TEACHER_REMEDY: Final = (
+    "start the job again when a teacher is live (the operator does so), keep teachers with the pool's minReplicas, or "
+    "wait longer with Options(teacher_timeout_s=SECONDS)"
 )
 _CRASHES: Final = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS}
@@ -142,6 +153,8 @@ def find_exit_cause(status: int, text: str) -> ExitCause:
         return ExitCause.ERROR
     if found := find_gpu_fault(text):
         return found[0]
+    if _NO_TEACHER.search(text):
+        return ExitCause.NO_TEACHER
     return ExitCause.PEER_LOST if _CONTACT.search(text) else ExitCause.ERROR
 
 
@@ -166,10 +179,11 @@ def decide_recovery(
     """
     missing_gpu_means = ExitCause.UNCLEAR if trained else ExitCause.ERROR
     causes = [missing_gpu_means if failure.cause is ExitCause.MISSING else failure.cause for failure in failures]
-    errors, killed, unclear, broken = (
+    errors, waits, killed, unclear, broken = (
         [failure for failure, found in zip(failures, causes, strict=True) if found in group]
         for group in (
             (ExitCause.ERROR,),
+            (ExitCause.NO_TEACHER,),
             (ExitCause.KILLED, ExitCause.CRASHED),
             (ExitCause.UNCLEAR,),
             (ExitCause.HARDWARE,),
@@ -185,8 +199,8 @@ def decide_recovery(
         )
     if killed:
         return RecoveryDecision(restart=killed[0].reason, rank=killed[0].rank, cause=killed[0].cause)
-    if errors:
-        error = next((failure for failure in errors if failure.text), errors[0])
+    if wrong := errors + waits:
+        error = next((failure for failure in wrong if failure.text), wrong[0])
         # Without a traceback, the script may have ended itself because a node was lost. If that loss shows later, the
         # next world continues without the node.
         if not error.text and missing:
@@ -194,6 +208,9 @@ def decide_recovery(
         limit_s = error_grace_s if error.text else contact_timeout_s
         fatal = f"{error.description}\n{error.text}" if error.text else error.description
         decision = RecoveryDecision(fatal=fatal, rank=error.rank, cause=ExitCause.ERROR)
+        if error in waits and (found := _NO_TEACHER.search(error.text)):
+            fatal = f"{fatal.rstrip()}\n{found[1]}: {_NO_TEACHER_REMEDY}"
+            decision = replace(decision, fatal=fatal, cause=ExitCause.NO_TEACHER)
         return decision if waited_s >= limit_s else None
     if unclear:
         first = unclear[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache
 from edl.distill.torch import distill
@@ -222,5 +224,7 @@ def test_fixed_size_waits_with_a_remedy(serve: Serve, server: Any, rows: int, wo
     teacher = serve("echo", server=server, width=WIDE)
     with reader_of(teacher.endpoint, teacher_batch_size=rows, options=Options(teacher_timeout_s=0.5)) as reader:
         reader.set_batch_generator(lambda: [(np.zeros((rows, WIDE), np.float32), np.arange(rows))])
-        with pytest.raises(NoTeacherError, match=words):
+        with pytest.raises(NoTeacherError, match=words) as raised:
             list(reader())
+    text = "".join(traceback.format_exception(raised.value))
+    assert find_exit_cause(1, text) is ExitCause.ERROR, "another start of the script would not help"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import traceback
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 from edl.cli import main
 from edl.cli.label import parser, plan_of
+from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.discovery import Registry, Snapshot
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.loader import resolve_teachers
@@ -147,8 +149,10 @@ def test_near_service_is_named(registry: Registry, url: str, caplog: pytest.LogC
         assert sum(near in text for text in caplog.messages) == 1
         reader = DistillReader(["x", None], ["y"], options=Options(teacher_timeout_s=0.5))
         reader.set_dynamic_teacher(url, "digts").set_sample_generator(samples(1))
-        with reader, pytest.raises(NoTeacherError, match="none is registered; did you mean 'digits'"):
+        with reader, pytest.raises(NoTeacherError, match="none is registered; did you mean 'digits'") as raised:
             list(reader())
+        text = "".join(traceback.format_exception(raised.value))
+        assert find_exit_cause(1, text) is ExitCause.NO_TEACHER, "`edl run` knows it by these words"
 
 
 def test_each_address_of_a_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ Report = TerminationReport
         (Report(events=("FailedMount",)), Cause.LAUNCH_FAILED),
         (Report(exit_code=74, conditions=("PreemptionByScheduler",), oom_kills=1), Cause.NOT_STORED),
         (Report(exit_code=75), Cause.QUORUM_MISSED),
+        (Report(exit_code=75, agent_cause="no_teacher"), Cause.NO_TEACHER),
         (Report(exit_code=1, agent_cause="crashed"), Cause.CRASHED),
         (Report(), Cause.UNKNOWN),
         (Report(agent_cause="a word of tomorrow's agent"), Cause.UNKNOWN),
@@ -87,7 +88,8 @@ def test_agents_words_are_understood() -> None:
 def test_what_goes_on_for_ever(cause: TerminationCause) -> None:
     """Only what the cluster does to a job may repeat without end."""
     endless = decide_relaunch(cause, 10**9).action is not RelaunchAction.STOP
-    assert endless == (cause in {Cause.SUCCEEDED, Cause.PREEMPTED, Cause.NODE_LOST, Cause.QUORUM_MISSED})
+    by_cluster = {Cause.PREEMPTED, Cause.NODE_LOST, Cause.NO_TEACHER, Cause.QUORUM_MISSED}
+    assert endless == (cause in {Cause.SUCCEEDED, *by_cluster})
 
 
 @settings(max_examples=50)

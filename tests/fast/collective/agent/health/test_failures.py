@@ -119,6 +119,20 @@ def test_abort_is_a_crash_of_a_single_rank() -> None:
     assert decide([replace(ABORTED, alone=True)], 0.0).cause is ExitCause.CRASHED
 
 
+NO_TEACHER = "edl.errors.NoTeacherError: no live teacher for 'digits' in edl://h:1 within 60 s (none is registered)"
+
+
+def test_want_of_a_teacher_is_no_error_of_the_script() -> None:
+    """Also if the script raised another error because of it."""
+    for text in (traceback_of(NO_TEACHER), traceback_of(NO_TEACHER) + CAUSE + traceback_of("OSError: step 3")):
+        waited = failure(1, text, rank=5)
+        assert decide([waited], 0.4) == RecoveryDecision()
+        decision = decide([LOST, failure(3), waited], 0.5)
+        assert (decision.cause, decision.rank) == (ExitCause.NO_TEACHER, 5)
+        assert re.search("'digits' in .* within 60 s .*minReplicas.*teacher_timeout_s", decision.fatal.split("\n")[-1])
+        assert decide([waited, WRONG], 0.5).cause is ExitCause.ERROR
+
+
 def test_killed_loader_is_a_killed_worker() -> None:
     killed, gone = traceback_of(READER_KILLED), traceback_of(READER_GONE)
     for text in (killed, killed + CAUSE + gone):

@@ -159,6 +159,22 @@ def test_cause_is_named_while_it_waits() -> None:
     assert "StartError): no such file" in cluster.status["message"]
 
 
+def test_job_waits_for_a_teacher() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=1)
+    message = {"cause": "no_teacher", "exit_code": 75, "message": "Traceback\nno live teacher for 'digits'"}
+    for _ in range(30):
+        cluster.now_s += 301
+        cluster.reconcile()
+        cluster.schedule()
+        (name,) = cluster.list_live()
+        cluster.end(name, 75, message=json.dumps(message))
+        cluster.reconcile()
+    assert cluster.status["phase"] == "Pending"
+    for text in (cluster.status["message"], cluster.find_condition("Running")["message"]):
+        assert "no teacher (" in text
+        assert text.endswith(": no live teacher for 'digits'")
+
+
 def test_status_by_hand_ends_no_job() -> None:
     cluster = build_running(minReplicas=2, maxReplicas=2)
     pods, status = set(cluster.pods), dict(cluster.status)

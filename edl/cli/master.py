@@ -239,7 +239,7 @@ def _parser() -> CommandParser:
     add("--lease", type=duration(0.5, 86400), default=5.0, metavar="TIME", help=takeover)
     title = "advice on how many teachers and workers are wanted (docs/scaling.md); nothing is started or stopped here"
     add = parser.add_advanced_group(title).add_argument
-    add("--min-teachers", type=int, default=1, metavar="N", help="minimum per service in the store (default: 1)")
+    add("--min-teachers", type=int, default=0, metavar="N", help="minimum per service in the store (default: 0)")
     add("--max-teachers", type=int, metavar="N", help="maximum per service in the store (default: no limit)")
     add("--min-workers", type=int, default=1, metavar="N", help="minimum for JOB under `edl run` (default: 1)")
     add("--max-workers", type=int, metavar="N", help="maximum for JOB (default: no advice about workers)")

@@ -147,7 +147,8 @@ class ScalingAdvisor(Resource):
         self._other = other
         logger.warning(
             "this advisor stands by, so its bounds of %s teachers have no effect: the advisor that leads (process %s "
-            "on %s) was given %s; give all masters of a store the same bounds",
+            "on %s) was given %s; give all masters of a store the same bounds, or, on Kubernetes, set minReplicas and "
+            "maxReplicas of the pools",
             _describe_bounds(own.least, own.most),
             shown(str(other[1])),
             shown(str(other[0])),

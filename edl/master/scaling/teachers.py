@@ -63,7 +63,7 @@ class TeacherScalingSettings:
     most_retry_s: float = 3600.0  # and at least this often;
     changed_share: float = 0.2  # sooner, if demand or rate have changed by this share
     gap_s: float = 30.0  # after this long without an observation all timers restart
-    least: int = 1  # minimum number of teachers
+    least: int = 0  # minimum number of teachers
     most: int | None = None  # maximum number of teachers; None for no limit
 
     def __post_init__(self) -> None:

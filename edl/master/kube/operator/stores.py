@@ -25,7 +25,6 @@ from edl.load_reporting.wanted import WantedKind, parse_wanted, wanted_key
 from edl.master.kube.observation import StoreAnswer, WorkProgress
 from edl.master.naming import report_key
 from edl.master.scaling.advisor import ScalingAdvisor
-from edl.master.scaling.teachers import TeacherScalingSettings
 from edl.master.scaling.workers import WorkLeft, read_number
 from edl.quoting import shown
 
@@ -224,7 +223,7 @@ class StoreFollower:
         """Start or stop an advisor in this process, which decides how many teachers are useful."""
         with self._lock:
             if wanted and self._advisor is None:
-                self._advisor = ScalingAdvisor(self._store, TeacherScalingSettings(least=0))
+                self._advisor = ScalingAdvisor(self._store)
                 return
             advisor = None if wanted else self._advisor
             if advisor is not None:

@@ -46,7 +46,7 @@ def wanted(store: Store, service: str = "s") -> dict[str, Any]:
 
 
 def test_another_advisor_goes_on(store: Store) -> None:
-    publish(store, demand=400.0)
+    publish(store, demand=400.0, teachers=3)
     first = ScalingAdvisor(store, PATIENT)
     wait_until(lambda: wanted(store)["count"] == 5)
     publish(store, demand=400.0, teachers=5)
@@ -59,6 +59,21 @@ def test_another_advisor_goes_on(store: Store) -> None:
         found = wanted(store)
         assert (found["count"], found["since"], found["decisions"]) == (5, before["since"], before["decisions"])
         assert found["now"] == 5
+
+
+@pytest.mark.parametrize(("own", "warnings"), [(TeacherScalingSettings(), 0), (TeacherScalingSettings(least=2), 1)])
+def test_bounds_without_effect_are_warned_of(
+    store: Store, caplog: pytest.LogCaptureFixture, own: TeacherScalingSettings, warnings: int
+) -> None:
+    """A default operator, and a default master or one that was given bounds."""
+    with ScalingAdvisor(store) as operator:
+        wait_until(lambda: operator.is_leader)
+        with ScalingAdvisor(store, own) as master:
+            wait_until(lambda: master._compare_at_s > 0)
+            master._compare_at_s = 0.0
+            wait_until(lambda: master._compare_at_s > 0)  # for the second time, so the first is over
+            wait_until(lambda: caplog.text.count("have no effect") == warnings)
+            assert not master.is_leader
 
 
 OLD = {"v": 1, "count": 50, "now": 50, "reason": "", "since": 1.0, "time": 1.0, "decisions": []}

@@ -7,15 +7,16 @@ utilization u is
 
 This is the rule of DS2 (Kalavri et al., "Three steps is all you need: fast, accurate, automatic scaling decisions for
 distributed streaming dataflows", OSDI 2018). True rates, which are measured over busy time, give the number in one
-step, without a search.
+step, without a search. Unlike in DS2, a step goes to at most twice the number of ready teachers: a student that starts,
+ends or reads ahead may seem to ask for many times the rows that it needs, until it is measured again.
 
 Between the loads at which the number moves up or down is a band in which it does not move. A move down goes only to the
 largest N* in a long window. The band and the window correspond to the tolerance and the stabilization window of
 Kubernetes' HorizontalPodAutoscaler. A wanted teacher counts before it exists, so no teacher is requested twice. A step
 up is judged once its teachers are ready, and undone if it gained too little.
 
-From any state, constant d and mu lead to three moves at most: a step, its reversal, and a step up or down. If students
-wait nearly all the time, d is mostly noise; until they wait less, the number is at most doubled.
+From any state, constant d and mu lead to three moves at most: a step (with all the doublings that it needs), its
+reversal, and a step up or down.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class TeacherScalingSettings:
     up_s: float = 15.0  # for at least this long
     down_below: float = 0.7  # scale down if it is below this share of the capacity of one teacher less
     down_s: float = 300.0  # for at least this long
-    least_busy_share: float = 0.05  # the demand of a student that is busy for a smaller share of its time is noise,
-    most_growth: float = 2.0  # and then the number of teachers grows by this factor at most
+    most_growth: float = 2.0  # a step up goes to at most this many times the number of ready teachers
+    least_busy_share: float = 0.05  # the demand of a student that is busy for a smaller share of its time is noise
     least_gain: float = 0.2  # a step up that gains less than this share of the expected rows is undone
     rates_s: float = 15.0
     """Window over which rates are measured: for this long after a change, the rates still include the time before the
@@ -74,6 +75,10 @@ class TeacherScalingSettings:
         """Return the number of teachers nearest to `count` that the bounds allow."""
         count = max(count, self.least)
         return count if self.most is None else min(count, self.most)
+
+    def limit_growth(self, count: int, live: int) -> int:
+        """Return `count`, or the largest number of teachers that a step from `live` ready teachers may lead to."""
+        return min(count, max(live + 1, math.floor(self.most_growth * live)))
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def required_teachers(observation: TeacherObservation, settings: TeacherScalingS
     needed = observation.demand / (settings.utilization * observation.rate)
     count = math.ceil(min(needed, 1e9) * (1 - _ROUNDING))
     if observation.least_busy_share < settings.least_busy_share:
-        return min(count, max(observation.live + 1, math.floor(settings.most_growth * observation.live)))
+        return settings.limit_growth(count, observation.live)
     return count
 
 
@@ -149,7 +154,7 @@ class TeacherScalingState:
     wanted: int | None = None
     at_s: float | None = None  # time of the last decision
     high_since_s: float | None = None  # since when demand is above the band
-    high_recent: tuple[tuple[float, int], ...] = ()  # recent times and N*, while demand is high
+    high_recent: tuple[TeacherObservation, ...] = ()  # the last few seconds, while demand is high
     low_began_s: float | None = None  # since when demand is below the band
     low_since_s: float | None = None  # the same, counted from when the rates stopped falling
     low_most: int = 0  # the largest N* since then
@@ -196,8 +201,11 @@ class _Decider:
         if reason := self._take_step_back():
             return self.state.wanted or 0, reason
         self._watch_band(self._settings.clamp(required))
-        if self._lasts(self.state.high_since_s, self._settings.up_s) and self._recent_most() > self.before:
-            return self._step_up()
+        if self._lasts(self.state.high_since_s, self._settings.up_s):
+            most = max(self.state.high_recent, key=self._require)
+            count = self._settings.clamp(self._settings.limit_growth(self._require(most), self._seen.live))
+            if count > self.before:
+                return self._step_up(count, most)
         if self._lasts(self.state.low_since_s, self._settings.down_s) and self.state.low_most < self.before:
             return self._step_down()
         return self.before, self._describe_rest()
@@ -264,11 +272,11 @@ class _Decider:
     def _watch_band(self, required: int) -> None:
         now_s, demand, settings = self._seen.now_s, self._seen.demand, self._settings
         since_s: float | None = None
-        recent: tuple[tuple[float, int], ...] = ()
+        recent: tuple[TeacherObservation, ...] = ()
         if demand > settings.up_above * self.before * self._rate:
             since_s = self.state.high_since_s if self.state.high_since_s is not None else now_s
             young_s = settings.up_s * _RECENT_SHARE
-            recent = (*(look for look in self.state.high_recent if now_s - look[0] <= young_s), (now_s, required))
+            recent = (*(look for look in self.state.high_recent if now_s - look.now_s <= young_s), self._seen)
         self._change(high_since_s=since_s, high_recent=recent)
         idle = not demand and self.before > 0
         if not self._seen.complete or not (idle or demand < settings.down_below * (self.before - 1) * self._rate):
@@ -282,31 +290,36 @@ class _Decider:
         else:
             self._change(low_most=max(most, required))
 
-    def _recent_most(self) -> int:
-        return max((count for _, count in self.state.high_recent), default=0)
+    def _require(self, observation: TeacherObservation) -> int:
+        return required_teachers(observation, self._settings) or 0
 
     def _lasts(self, since_s: float | None, seconds: float) -> bool:
         return since_s is not None and self._seen.now_s - since_s >= seconds
 
-    def _step_up(self) -> tuple[int, str]:
-        count, step, seen = self._recent_most(), self.state.step, self._seen
+    def _step_up(self, count: int, most: TeacherObservation) -> tuple[int, str]:
+        """Take a step to `count`, which the observation `most` led to."""
+        step, seen, settings = self.state.step, self._seen, self._settings
         if self.state.penalty is not None and seen.now_s < self.state.penalty.until_s:
             left_s = self.state.penalty.until_s - seen.now_s
-            return self.before, f"{count} would do, but more teachers gained too little: tried again in {left_s:,.0f} s"
+            return self.before, f"more teachers gained too little: {count} will be tried again in {left_s:,.0f} s"
         if step is not None and step.count == self.before:  # not judged yet: judge both steps together
             step = replace(step, count=count, ready_since_s=None)
         else:
             step = ScalingStep(self.before, count, seen.rows_per_s)
         self._change(step=step, **_NO_TIMES)
-        if seen.least_busy_share < self._settings.least_busy_share:
-            return count, (
-                f"students wait up to {1 - seen.least_busy_share:.0%} of their time, so the demand cannot be measured:"
-                f" at most {self._settings.most_growth:g} times the number of ready teachers"
+        required, rate = self._require(most), most.rate or 0.0
+        if most.least_busy_share < settings.least_busy_share:
+            load = (
+                f"students wait up to {1 - most.least_busy_share:.0%} of their time, so the demand cannot be measured"
             )
-        return count, (
-            f"students would ask for {_rows(seen.demand)} rows/s, and a teacher computes {_rows(self._rate)}:"
-            f" {count} would be busy for {seen.demand / (count * self._rate):.0%} of the time"
-        )
+        else:
+            load = f"students would ask for {_rows(most.demand)} rows/s, and a teacher computes {_rows(rate)}"
+            if count >= required:
+                return count, f"{load}: {count} would be busy for {most.demand / (count * rate):.0%} of the time"
+            load += f": {required} would do"
+        if count == settings.most:
+            return count, f"{load}; {count} is the maximum"
+        return count, f"{load}; a step goes to at most {settings.most_growth:g} times the ready teachers ({seen.live})"
 
     def _step_down(self) -> tuple[int, str]:
         count, demand = self.state.low_most, self._seen.demand
@@ -320,16 +333,19 @@ class _Decider:
         if not demand and not self._rate:
             return "students ask for nothing"
         share = demand / (wanted * self._rate) if wanted and self._rate else math.inf
-        load = (
-            f"the demand is {share:.0%} of what the wanted {wanted} teachers can compute"
-            if share < math.inf
-            else "no teacher is wanted"
-        )
+        if self._seen.least_busy_share < settings.least_busy_share:
+            load = f"students wait up to {1 - self._seen.least_busy_share:.0%} of their time"
+        elif share < math.inf:
+            load = f"the demand is {share:.0%} of what the wanted teachers ({wanted}) can compute"
+        else:
+            load = "no teacher is wanted"
         if state.high_since_s is not None:
-            most = (
-                f", and {settings.most} is the maximum" if settings.most is not None and wanted >= settings.most else ""
-            )
-            return f"{load}, for {now_s - state.high_since_s:,.0f} of {settings.up_s:,.0f} s{most}"
+            load += f", for {now_s - state.high_since_s:,.0f} s"
+            if settings.most is not None and wanted >= settings.most:
+                return f"{load}; {settings.most} is the maximum"
+            if not self._lasts(state.high_since_s, settings.up_s):
+                return f"{load}; after {settings.up_s:,.0f} s, more will be wanted"
+            return f"{load}; more will be wanted when these are ready"
         if state.low_since_s is not None and state.low_most < wanted:
             left = f"{now_s - state.low_since_s:,.0f} of {settings.down_s:,.0f} s"
             return f"{load}: {state.low_most} would have been enough, for {left}"

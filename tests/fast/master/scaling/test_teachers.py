@@ -92,13 +92,22 @@ def states(most: int) -> st.SearchStrategy[TeacherScalingState]:
     step = st.builds(
         ScalingStep, st.integers(1, most), st.integers(1, most), st.floats(0, 1e4), st.none() | st.floats(-60, 0)
     )
+    looks = st.builds(
+        TeacherObservation,
+        st.floats(-600, 0),
+        st.integers(1, most),
+        st.just(0),
+        st.floats(0.1, 1e4),
+        st.floats(0.5, 500.0),
+        st.just(0.0),
+    )
     penalty = st.builds(StepPenalty, st.floats(-600, 900), st.integers(1, 8), st.floats(0.1, 1e4), st.floats(0.1, 1e3))
     return st.builds(
         TeacherScalingState,
         wanted=st.none() | st.integers(1, most),
         at_s=past,
         high_since_s=past,
-        high_recent=st.lists(st.tuples(st.floats(-600, 0), st.integers(1, most)), max_size=3).map(tuple),
+        high_recent=st.lists(looks, max_size=3).map(tuple),
         low_began_s=past,
         low_since_s=past,
         low_most=st.integers(1, most),
@@ -127,27 +136,62 @@ def test_three_moves_with_noise(service: SimulatedService, seed: int) -> None:
     noisy = replace(service, noise=0.05, seed=seed, tick_s=INTERVAL_S)
     noisy.run(2 * SETTLED_S)
     # Three in all, whenever they are: of a demand at the very edge of the band, noise makes the first move late.
-    assert len(noisy.moves) <= 3, noisy.moves
+    # The doublings of one step count as one move.
+    decisions = [decision for _, decision in noisy.moves]
+    doublings = sum("at most 2 times" in one.reason and two.count > one.count for one, two in pairwise(decisions))
+    assert len(decisions) - doublings <= 3, decisions
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 3), st.floats(20.1, 3000.0))
-def test_saturated_students_double_it(live: int, ratio: float) -> None:
-    """The number doubles until students do not wait 95% of their time; then it is moved as ever."""
+@given(st.integers(1, 3), st.floats(1.0, 3000.0))
+def test_steps_double_it_at_most(live: int, ratio: float) -> None:
+    """The number doubles until the formula's is within reach, and is never above it."""
     service = SimulatedService(ratio * live * 10.0, 10.0, live)
-    service.run(4000.0)
-    doublings = math.ceil(math.log2(ratio * 0.05)) if ratio > 20 else 0
-    assert len(service.moves) <= doublings + 2, service.moves
-    for _, decision in service.moves[: doublings - 1]:
+    service.run(1000.0)
+    *doublings, (_, last) = service.moves
+    for _, decision in doublings:
         assert decision.count == 2 * decision.before
-    assert service.live == math.ceil(service.demand / 8.0 - 1e-6)
+    assert last.before < last.count <= 2 * last.before
+    assert service.demand / 9.0 <= service.live <= math.ceil(service.demand / 8.0)
+
+
+@pytest.mark.parametrize(
+    ("busy", "load"),
+    [
+        (0.05, "students would ask for 8,080 rows/s, and a teacher computes 404: 25 would do"),
+        (0.04, "students wait up to 96% of their time, so the demand cannot be measured"),
+    ],
+)
+def test_reason_has_the_figures_of_the_step(busy: float, load: str) -> None:
+    """A student that waited until it had its last rows: the figures of its end do not explain the step."""
+    state = TeacherScalingState(wanted=1)
+    look = TeacherObservation(0.0, 1, 0, 404 / busy, 404.0, 404.0, busy)
+    for now_s in range(0, 15, 3):
+        state, decision = decide_teachers(state, replace(look, now_s=float(now_s)))
+        assert decision.count == 1
+    _, decision = decide_teachers(state, replace(look, now_s=15.0, demand=383.0, least_busy_share=0.55))
+    assert decision.count == 2
+    assert decision.reason == f"{load}; a step goes to at most 2 times the ready teachers (1)"
+
+
+def test_rest_says_what_the_next_step_awaits() -> None:
+    service = SimulatedService(demand=1000.0, rate=100.0, live=1, start_s=100.0)
+    reasons: list[str] = []
+    for seconds in (10, 50):
+        service.run(seconds)
+        reasons.append(decide_teachers(service.state, service.observe())[1].reason)
+    assert reasons == [
+        "the demand is 1000% of what the wanted teachers (1) can compute, for 5 s; after 15 s, more will be wanted",
+        "the demand is 500% of what the wanted teachers (2) can compute, for 35 s; more will be wanted when these are "
+        "ready",
+    ]
 
 
 def test_windows_of_15_s_and_300_s() -> None:
-    service = SimulatedService(demand=200.0, rate=100.0, live=1, start_s=0.0)
+    service = SimulatedService(demand=200.0, rate=100.0, live=2, start_s=0.0)
     service.run(60)
     ((up_s, up),) = service.moves
-    assert (up_s, up.before, up.count) == (20.0, 1, 3), "15 s after the first look, at 5 s"
+    assert (up_s, up.before, up.count) == (20.0, 2, 3), "15 s after the first look, at 5 s"
     assert up.reason == (
         "students would ask for 200 rows/s, and a teacher computes 100: 3 would be busy for 67% of the time"
     )
@@ -163,14 +207,14 @@ def test_useless_step_is_taken_back() -> None:
     service = SimulatedService(1000.0, 100.0, 3, most_rows_per_s=280.0, start_s=10.0)
     service.run(3000)
     counts = [decision.count for _, decision in service.moves]
-    assert counts == [13, 3] * (len(counts) // 2) + [13] * (len(counts) % 2)
+    assert counts == ([6, 12, 3] * len(counts))[: len(counts)]
     backs = [at for at, decision in service.moves if decision.count == 3]
     gaps = [later - earlier for earlier, later in pairwise(backs)]
     assert all(later > 1.4 * earlier for earlier, later in pairwise(gaps)), gaps
     assert len(backs) >= 4
     (_, back) = next(move for move in service.moves if move[1].count == 3)
     assert back.reason == (
-        "13 teachers instead of 3 gained 0 of the 720 rows/s expected: undone, and tried again in 60 s"
+        "12 teachers instead of 3 gained 0 of the 720 rows/s expected: undone, and tried again in 60 s"
     )
 
 

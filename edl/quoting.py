@@ -16,6 +16,8 @@ _MOST_VALUE = 120
 """Maximum number of characters of a value in a message: a shape, name or path fits."""
 _MOST_LISTED = 10
 """Maximum number of words listed in a message: enough to recognize the list."""
+_MOST_MEANT = 3
+"""Maximum number of suggestions for a mistyped name: more would hide the likely one."""
 
 
 def clip(text: str, limit: int) -> str:
@@ -48,7 +50,12 @@ def listed(words: Collection[str], most: int = _MOST_LISTED, separator: str = ",
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the end of an error; empty if no known name is close. Ignores letter case."""
+    """Return `; did you mean 'x'?` for the end of an error; empty if no known name is close. Ignores letter case.
+
+    Names that continue `word` with a dash are close: Kubernetes' job `el` has the id `el-7051cb99` in its store.
+    """
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(quote(by_lower[name]) for name in near)}?" if near else ""
+    longer = [name for name in by_lower if word and name.startswith(f"{word.lower()}-")]
+    found = list(dict.fromkeys([*near, *longer]))[:_MOST_MEANT]
+    return f"; did you mean {' or '.join(quote(by_lower[name]) for name in found)}?" if found else ""

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `edl report`."""
     parser = CommandParser("edl report", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
-    add("job", metavar="JOB", help="name of the job (`edl run --rdzv-id`)")
+    add("job", metavar="JOB", help="name of the job (`edl run --rdzv-id`); on Kubernetes, its id")
     parser.add_store_option()
     add("--out", type=Path, metavar="FILE", help="write a picture: .png, .svg or .pdf")
     options = parser.parse_args(argv)

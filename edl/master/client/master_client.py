@@ -36,7 +36,7 @@ from edl.protocol import master as messages
 from edl.protocol.channel import CLIENT_OPTIONS, call_metadata, channel, is_forked_from_grpc
 from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
-from edl.quoting import shown
+from edl.quoting import did_you_mean, shown
 from edl.resource import Resource
 from edl.settings import Credentials, DiscoverySettings, is_above_zero
 
@@ -411,12 +411,14 @@ class MasterClient(Resource):
             key = election_key(self.job)
             try:
                 entry = self._store.get(key)
+                others = self._store.list(f"{key}-") if entry is None else []
             except DiscoveryError as exc:
                 if self._endpoint is None:
                     raise NoMasterError(f"the store cannot be asked for the master's address: {exc}") from exc
                 return self._endpoint
             if entry is None:
-                raise NoMasterError("no master leads")
+                names = [other.key.removeprefix(election_key("")) for other in others]
+                raise NoMasterError(f"no master leads{did_you_mean(self.job, names)}")
             try:
                 self._endpoint = str(json.loads(entry.value)["endpoint"])
             except (ValueError, TypeError, KeyError) as exc:

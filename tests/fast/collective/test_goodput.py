@@ -324,7 +324,9 @@ def test_what_was_written_is_read_back(store: Store, monkeypatch: pytest.MonkeyP
     assert back.state == "down"
     store.put("jobs/job/world", World(generation=3).encode())
     assert read_job(store, "job").generation == 3
-    for name, words in (("other", "there is job"), ("jobb", "did you mean 'job'")):
+    store.put("jobs/j-7051cb99/world", World(generation=3).encode())
+    meant = {"other": "there is j-7051cb99, job", "jobb": "did you mean 'job'", "j": "did you mean 'j-7051cb99'"}
+    for name, words in meant.items():
         with pytest.raises(SettingsError, match=f"there is no job '{name}' in this store; {words}"):
             read_job(store, name)
 

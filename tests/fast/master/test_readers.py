@@ -256,6 +256,9 @@ def test_no_master_is_an_error_in_time(lead: Lead, url: str) -> None:
             client.status()
         with ShardReader(client, "d") as reader, pytest.raises(NoMasterError, match="edl master job"):
             next(reader)
+        client._store.put("elections/masters/job-7051cb99", b"")
+        with pytest.raises(NoMasterError, match="no master leads; did you mean 'job-7051cb99'"):
+            client.connect()
     other = MasterClient("other", endpoint=lead().endpoint, timeout_s=4.0)  # in which it must hear from that one
     with other, pytest.raises(NoMasterError, match="belongs to job 'job', not to 'other'"):
         other.status()

@@ -35,12 +35,15 @@ from edl.cli.kube.manifests import (
 )
 from edl.cli.kube.workloads import SCRIPT_LABEL, Target, add_cluster_options, open_cluster
 from edl.cli.output import print_note, printable
+from edl.collective.checkpoint.storage.folder import find_scheme_problem
 from edl.command_line import CommandParser, at_least, duration
+from edl.dashboard.state.cluster import decode_workload
 from edl.errors import ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
-from edl.master.kube.resources import parse_elastic_job, parse_teacher_pool
+from edl.master.kube.resources import ElasticJob, parse_elastic_job, parse_teacher_pool
+from edl.quoting import did_you_mean, quote
 
 _EXIT_TIMEOUT: Final = 124
 """Exit code after a timeout, the same as that of coreutils' `timeout`."""
@@ -86,9 +89,8 @@ def main(argv: Sequence[str]) -> int:
     with open_cluster(options) as client:
         if options.file is None:
             pools = find_pools(client, options.teachers)
-            if len(options.teachers) == len(pools) == 1:  # the pool's service may have a different name
-                (pool,) = pools.values()
-                service = (pool.get("spec") or {}).get("service") or options.teachers[0].service
+            if len(options.teachers) == 1 and pools:  # several pools provide the same service
+                (service, *_) = (decode_workload("pool", pool).job_id for pool in pools.values())
                 options.env = {"EDL_SERVICE": service} | options.env
             manifests = make_submission(options, script)
         made = create_all(client, manifests, client.namespace, _note)
@@ -229,10 +231,7 @@ def _parser() -> CommandParser:
     )
     add("--checkpoint", default="", metavar="URL", help="where the job's state is stored")
     add = parser.add_argument_group("teachers").add_argument
-    pool = (
-        "a new pool of teachers (with --serve), or the name of an existing pool; if it is the only "
-        "pool, EDL_SERVICE in the workers names it; repeatable"
-    )
+    pool = "service of a new pool (with --serve) or of an existing one; EDL_SERVICE names it if it is alone; repeatable"
     add("--teachers", type=pool_range, action="append", default=[], metavar="SERVICE[=MIN:MAX]", help=pool)
     command = "arguments of `edl serve` in the pool's pods"
     add("--serve", type=pool_command, action="append", default=[], metavar="SERVICE=ARGS", help=command)
@@ -282,6 +281,8 @@ def check_manifests(manifests: Sequence[Object]) -> None:
         parse = parse_elastic_job if kind == ELASTIC_JOBS else parse_teacher_pool
         found = parse(manifest, _ANY_STORE, strict=True)
         problems = [problem.message for problem in found] if isinstance(found, tuple) else []
+        if isinstance(found, ElasticJob) and (problem := find_scheme_problem(found.checkpoint)):
+            problems.append(f"spec.checkpoint is {quote(found.checkpoint)}: {problem}")
         if words := [*find_slips(manifest), *problems]:
             raise SettingsError(f"{kind.kind} {manifest['metadata']['name']!r}: {'; '.join(words)}")
 
@@ -319,18 +320,19 @@ def create_all(
 
 
 def find_pools(client: KubeClient, demands: Sequence[RequestedPool]) -> dict[str, Object]:
-    """Return the existing pools that a job uses, by name."""
+    """Return the existing pools that provide a job's services, by name. For users, a pool's name works too."""
+    wanted = [demand.service for demand in demands if demand.serve is None]
+    there = [(decode_workload("pool", item), item) for item in client.list(TEACHER_POOLS).items] if wanted else []
     pools: dict[str, Object] = {}
-    for demand in demands:
-        if demand.serve is not None:
-            continue
-        found = client.get(TEACHER_POOLS, demand.service)
-        if found is None:
+    for name in wanted:
+        found = [(pool, item) for pool, item in there if pool.job_id == name]  # its service
+        if not (found := found or [(pool, item) for pool, item in there if pool.name == name]):
             raise SettingsError(
-                f"--teachers {demand.service}: no pool in namespace {client.namespace!r} has this name; to "
-                f"create one, add --serve '{demand.service}=--torch-factory …' (arguments of `edl serve`)"
+                f"--teachers {name}: no pool in namespace {client.namespace!r} provides this service"
+                f"{did_you_mean(name, (pool.job_id for pool, _ in there))}; to create a pool, pass --teachers "
+                f"{name}=0:4 --serve '{name}=--torch-factory …' (arguments of `edl serve`)"
             )
-        pools[demand.service] = found
+        pools |= {pool.name: item for pool, item in found}
     return pools
 
 
@@ -348,7 +350,7 @@ def _create(client: KubeClient, manifest: Object, namespace: str) -> Object:
         remedy = {
             ELASTIC_JOBS: f"choose another --name, or `edl delete job/{name} --wait` first",
             TEACHER_POOLS: f"omit --serve to use it as it is, or `edl delete pool/{name} --wait` first",
-        }.get(kind, "the job of this name owns it, or another program created it: choose another --name")
+        }.get(kind, "a job or another program owns it: choose another --name, or `edl delete JOB --wait` first")
         raise ConflictError(f"{_words(manifest)} already exists in namespace {namespace}: {remedy}") from exc
     except InvalidObjectError as exc:
         raise InvalidObjectError(f"{_words(manifest)}: {exc}") from exc

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from edl.discovery.store_url import find_mistake, identify_store
-from edl.kube.objects import read_time
+from edl.kube.objects import parse_quantity, read_time
 from edl.kube.resource_types import ELASTIC_JOBS, TEACHER_POOLS, ResourceType
 from edl.quoting import did_you_mean, quote, shown
 
@@ -91,6 +91,14 @@ class FieldReader:
             return tuple(value)
         self.refuse("InvalidField", name, value, 'must be a list of strings; put numbers into quotes, such as "0.1"')
         return ()
+
+    def check_quantities(self) -> None:
+        """Add a problem for each field that is not a quantity."""
+        for name, value in self._fields.items():
+            try:
+                parse_quantity(0 if value is None else value)
+            except ValueError:
+                self.refuse("InvalidField", name, value, "must be a quantity, such as 2, 500m or 16Gi")
 
     def open(self, name: str) -> FieldReader:
         """Return a reader of a nested object; a missing object counts as empty."""
@@ -219,7 +227,8 @@ def find_store_problem(store: str, own: str) -> SpecProblem | None:
     return None
 
 
-def _check_template(spec: FieldReader, arguments: str) -> None:
+def _check_template(spec: FieldReader, arguments: str, strict: bool) -> None:
+    """Check what EDL needs of a template; with `strict`, also quantities, which otherwise the API server refuses."""
     if not spec.has("template"):
         spec.refuse("NoTemplate", "template", None, "add a pod template whose first container has the image")
         return
@@ -235,6 +244,10 @@ def _check_template(spec: FieldReader, arguments: str) -> None:
             container.refuse("InvalidContainer", "name", name, "give each container a unique name")
         if not container.read("image", ""):
             container.refuse("InvalidContainer", "image", None, "set the container's image")
+        if strict:
+            resources = container.open("resources")
+            for amounts in (resources.open("limits"), resources.open("requests")):
+                amounts.check_quantities()
     if member.has("args"):
         args = list(member.read_texts("args"))
         member.refuse(
@@ -309,7 +322,8 @@ def parse_elastic_job(
 ) -> ElasticJob | tuple[SpecProblem, ...]:
     """Parse an ElasticJob; return it, or the reasons why it is refused, the most important first.
 
-    With `strict`, unknown fields are problems. An operator ignores such fields: a newer version may have written them.
+    With `strict`, unknown fields and amounts that are not quantities are problems. An operator ignores unknown fields,
+    which a newer version may have written, and the API server tells it about wrong amounts.
     """
     spec = FieldReader(resource.get("spec"), "spec")
     common = _read_owner(resource, spec, default_store=default_store, default_min=1, default_grace_period_s=30)
@@ -322,7 +336,7 @@ def parse_elastic_job(
     if problem is not None and not (common["status"].get("startTime") and common["status"].get("store")):
         spec.problems.append(problem)
     master = spec.open("master")
-    _check_template(spec, "run")
+    _check_template(spec, "run", strict)
     job = ElasticJob(
         **common,
         run=run,
@@ -383,7 +397,7 @@ def parse_teacher_pool(
     else:
         if not serve:
             spec.refuse("EmptyServe", "serve", list(serve), 'set arguments of `edl serve`, such as ["model.py:load"]')
-        _check_template(spec, "serve")
+        _check_template(spec, "serve", strict)
     if problem := find_store_problem(common["store"], default_store):
         spec.problems.append(problem)
     pool = TeacherPool(

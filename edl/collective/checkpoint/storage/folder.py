@@ -35,6 +35,7 @@ from typing import Any, Final
 
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.errors import EDLError, ProtocolError, SettingsError
+from edl.quoting import did_you_mean, quote
 
 _RANDOM_BITS = 31  # with 32 bits of seconds that makes 63, which fit the int64 on which ranks agree
 
@@ -225,6 +226,20 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
     url = os.fspath(url)
     # fsspec takes file:/folder and local:/folder too, without `://`, and expands ~ itself.
     return url if not url or "://" in url or url.startswith(("~", "file:", "local:")) else str(Path(url).absolute())
+
+
+def find_scheme_problem(url: str) -> str:
+    """Return why no storage can have this URL, or "". The package of its scheme need not be installed here."""
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ModuleNotFoundError:  # it is in the image only
+        return ""
+    scheme, colon, _ = url.partition("://")
+    known = fsspec.available_protocols()
+    if not colon or scheme.rpartition("::")[2] in known:
+        return ""
+    hint = did_you_mean(scheme, known) or "; a package that adds it must also be installed here"
+    return f"no storage has the scheme {quote(scheme)}{hint}"
 
 
 class CheckpointFolder:

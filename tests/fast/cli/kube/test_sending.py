@@ -15,7 +15,7 @@ from edl.cli.kube.submit import create_all, parse_options
 from edl.cli.kube.workloads import Target
 from edl.errors import ConflictError, InvalidObjectError, KubernetesError
 from edl.kube.client import KubeClient
-from edl.kube.objects import Object
+from edl.kube.objects import Object, ObjectList
 from edl.kube.resource_types import ResourceType
 
 LOST = KubernetesError("no answer in 10 s: whether a change was made is not known")
@@ -53,6 +53,9 @@ class FakeApi:
 
     def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
         return self.objects.get((kind.kind, name))
+
+    def list(self, kind: ResourceType) -> ObjectList:
+        return ObjectList([item for (each, _), item in self.objects.items() if each == kind.kind], "1")
 
     def patch(self, kind: ResourceType, name: str, patch: Object, namespace: str | None = None) -> Object | None:
         found = self.objects.get((kind.kind, name))
@@ -143,15 +146,30 @@ def read_env(job: Object) -> Any:
     return job["spec"]["template"]["spec"]["containers"][0]["env"]
 
 
-@pytest.mark.parametrize(("options", "service"), [([], "digits"), (["--env", "EDL_SERVICE=mine"], "mine")])
-def test_service_is_the_pools(options: list[str], service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that exists may serve under another name than its own: students ask for that."""
+@pytest.mark.parametrize(
+    ("teachers", "options", "service"),
+    [
+        ("digits", [], "digits"),
+        ("big", [], "digits"),
+        ("plain", [], "plain"),
+        ("digits", ["--env", "EDL_SERVICE=mine"], "mine"),
+        ("digit", [], ""),
+    ],
+)
+def test_pool_is_found_by_its_service(
+    teachers: str, options: list[str], service: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A pool may serve under another name than its own: students ask for that."""
     api = FakeApi()
-    api.objects["TeacherPool", "big"] = {"metadata": {"name": "big", "uid": "p"}, "spec": {"service": "digits"}}
+    for pool, spec in (("big", {"service": "digits"}), ("second", {"service": "digits"}), ("plain", {})):
+        api.objects["TeacherPool", pool] = {"metadata": {"name": pool, "uid": pool}, "spec": spec}
     monkeypatch.setattr("edl.cli.kube.submit.open_cluster", lambda options: contextlib.nullcontext(api))
-    command = ["submit", "--image", "i", "--name", "a", "--teachers", "big", "--script-in-image", *options, "t.py"]
-    assert main(command) == 0
-    assert read_env(api.objects["ElasticJob", "a"]) == [{"name": "EDL_SERVICE", "value": service}]
+    command = ["submit", "--image", "i", "--name", "a", "--teachers", teachers, "--script-in-image", *options, "t.py"]
+    assert main(command) == (0 if service else 2)
+    if service:
+        assert read_env(api.objects["ElasticJob", "a"]) == [{"name": "EDL_SERVICE", "value": service}]
+    else:
+        assert "did you mean 'digits'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["suspend", "resume"])

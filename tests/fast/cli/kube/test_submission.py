@@ -224,6 +224,7 @@ DRY = ["--image", "i", "--dry-run", "--script-in-image"]
         ("--teachers d=0:1 --serve d=--callabel=a:b t.py", "--serve d=…: unknown option '--callabel'; did you mean"),
         ("--store sqlite:///tmp/a t.py", "each pod would have its own"),
         ("--store ed1://a:1 t.py", "unknown scheme 'ed1'"),
+        ("--checkpoint foo://a t.py", "spec.checkpoint is 'foo://a': no storage has the scheme 'foo'"),
         ("--teachers d=0:1 --serve d=--bogus t.py", "--serve d=…: unknown option '--bogus'"),
     ],
 )
@@ -272,6 +273,10 @@ QUOTES = "0.001.*in quotes"
         (lambda job: worker(job).update(imagee="i"), "'image'"),
         (lambda job: worker(job).update(gpu=1), "'resources.limits'"),
         (lambda job: worker(job).update(resources={"limit": {}}), "resources.limit' is.*'limits'"),
+        (
+            lambda job: worker(job).update(resources={"limits": {"memory": "1GB"}}),
+            "resources.limits.memory is '1GB': must be a quantity, such as 2, 500m or 16Gi",
+        ),
         (
             lambda job: worker(job).update(volumeMounts=[{"mountpath": "/a"}]),
             r"volumeMounts\[0\].mountpath.*'mountPath'",

@@ -432,6 +432,8 @@ def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
         words = shown(exc)
         if isinstance(exc, (TypeError, AttributeError, KeyError)):  # their messages are about Python, not the file
             words = "it is empty, or lacks clusters, users, contexts or current-context in their usual form"
+            if not any(Path(part).expanduser().exists() for part in source.split(os.pathsep)):
+                words = "there is no such file"
         raise SettingsError(
             f"{source} cannot be used as a kubeconfig{f' with context {context!r}' if context else ''}: {words}."
             " Set KUBECONFIG, or run in a pod with a service account"

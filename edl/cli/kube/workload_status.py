@@ -122,7 +122,7 @@ def _why(item: KubernetesWorkload) -> str:
     if item.phase == "Failed":
         return last_line(failed.message if failed is not None and failed.message else item.message)
     if refused is not None and refused.status == "False" and item.phase != "Succeeded":
-        return last_line(refused.message or refused.reason)
+        return ": ".join(filter(None, (refused.reason, last_line(refused.message))))  # `clip` keeps the reason
     if item.kind == "pool" and growing is not None and growing.status == "False" and not item.message:
         return last_line(growing.message or growing.reason)
     return last_line(item.message)
@@ -195,6 +195,7 @@ def _headline(item: KubernetesWorkload, now_s: float) -> Text:
     )
     end = item.ended if item.ended is not None else now_s
     facts = (
+        (item.kind == "job" and item.job_id, f"id {item.job_id}"),
         (item.kind == "job" and item.progress is not None, f"{item.progress}%"),
         (item.remaining_s is not None and item.ended is None, f"about {age(item.remaining_s)} left"),
         (item.borrowed, f"{item.borrowed} borrowed"),
@@ -233,7 +234,7 @@ def _members(members: Sequence[KubernetesMember], now_s: float) -> Table:
         if item.state == "waiting" and item.not_before is not None and item.not_before > now_s:
             detail = f"next try in {age(item.not_before - now_s)}"
         if detail:
-            state.append(f" ({printable(detail)})", "dim")
+            state.append(f" ({printable(last_line(detail))})", "dim")
         attempt = "" if item.attempt is None else str(item.attempt)
         return [item.name, state, item.node, attempt, failures.removeprefix("; "), _last_end(item, now_s)]
 

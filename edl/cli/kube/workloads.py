@@ -18,10 +18,10 @@ from typing import Any, Final
 from edl.backoff import Backoff
 from edl.cli.output import printable, show_looks
 from edl.command_line import CommandParser, at_least, duration
-from edl.errors import ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
+from edl.errors import AccessDeniedError, ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
-from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
+from edl.kube.resource_types import ELASTIC_JOBS, NAMESPACES, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
 from edl.master.kube.members.pods import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
 from edl.quoting import did_you_mean
@@ -71,6 +71,9 @@ def open_cluster(options: argparse.Namespace, timeout_s: float = _TIMEOUT_S) -> 
     settings = KubeSettings(options.kubeconfig, options.context, options.namespace or "", timeout_s)
     with KubeClient(settings) as client:
         try:
+            with contextlib.suppress(AccessDeniedError):  # rights in a namespace may not include this
+                if options.namespace and client.get(NAMESPACES, options.namespace) is None:
+                    raise SettingsError(f"there is no namespace {options.namespace!r} in the cluster {client.url}")
             yield client
         except InvalidObjectError as exc:
             if client.has_resource(ELASTIC_JOBS):
@@ -332,7 +335,8 @@ def _wait_gone(client: KubeClient, targets: Sequence[Target], timeout_s: float) 
         if not left and not trouble:
             return
         if time.monotonic() >= deadline:
-            raise EDLError(f"not deleted after {timeout_s:g} s: {', '.join(left[:10]) or 'unknown'}{trouble}")
+            hint = "a pod ends within its grace period, unless its node is lost: see `kubectl describe pod`"
+            raise EDLError(f"not gone after {timeout_s:g} s: {', '.join(left[:10]) or 'unknown'}{trouble}; {hint}")
         time.sleep(min(backoff.next_wait_s(), max(0.0, deadline - time.monotonic())))
 
 

@@ -269,8 +269,11 @@ def test_forked_or_closed_client(client: KubeClient, monkeypatch: pytest.MonkeyP
 
 
 def test_settings_are_checked(tmp_path: Path, kubeconfig: str) -> None:
-    for settings in (KubeSettings(kubeconfig=str(tmp_path / "none")), KubeSettings(kubeconfig, context="other")):
-        with pytest.raises(SettingsError):
+    for settings, words in (
+        (KubeSettings(kubeconfig=str(tmp_path / "none")), "there is no such file"),
+        (KubeSettings(kubeconfig, context="other"), "with context 'other'"),
+    ):
+        with pytest.raises(SettingsError, match=words):
             KubeClient(settings)
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from edl.background import start_call
+from edl.cli import main
 from edl.cli.kube import logs, submit
 from edl.cli.kube.logs import LineCutter, LogFollower, PodLog, select_newest, terminal_safe
 from edl.cli.kube.workload_status import (
@@ -40,7 +41,7 @@ from edl.kube.resource_types import PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
 from edl.master.kube.members.pods import read_member_pods
 from tests.fast.kube.conftest import write_kubeconfig
-from tests.fast.kube.server import ApiServer, Reply, Request
+from tests.fast.kube.server import ApiServer, Reply, Request, status
 
 NOW = 1769860800.0  # 2026-01-31T12:00:00Z
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no such \x1b[31mcolumn'
@@ -101,14 +102,16 @@ def test_failed_job_is_explained() -> None:
     pods = [
         pod("first-worker-2-3", 2, 3, phase="Running", conditions=[{"type": "Ready", "status": "True"}]),
         pod("first-worker-2-2", 2, 2, phase="Failed", reason="OOMKilled"),
+        pod("first-worker-3-0", 3, 0, phase="Failed", message=TRACEBACK),
         pod("other", 0, 0, phase="Running") | {"metadata": {"namespace": "m", "labels": {"edl.io/job": "first"}}},
     ]
     item = decode_workload("job", failed_job(), pods)
-    assert [member.name for member in item.members] == ["worker-2", "worker-10"], "numbers, not text"
+    assert [member.name for member in item.members] == ["worker-2", "worker-3", "worker-10"], "numbers, not text"
     assert (item.members[0].state, item.members[0].pod, item.members[0].attempt) == ("ready", "first-worker-2-3", 3)
-    assert item.members[1].state == "waiting"
+    assert item.members[2].state == "waiting"
     text = shown(workload_view(item, (), NOW))
-    assert "Failed, workers 0/2 (2-8), 45%" in text
+    assert "Failed, workers 0/2 (2-8), id first-12345678, 45%" in text
+    assert "failed (ValueError: no such" in text, "the last line"
     assert "ran 5m" in text
     assert 'File "train.py", line 3' in text
     assert "\x1b" not in text
@@ -147,6 +150,8 @@ def test_phases_that_no_status_says() -> None:
     assert decode_workload("job", new).phase == ""
     refused = job(phase="Rejected", conditions=[{"type": "Accepted", "status": "False", "message": "min above max"}])
     assert "min above max" in shown(workloads_table([decode_workload("job", refused)], NOW, namespaces=False))
+    refused["status"]["conditions"][0] |= {"reason": "QuotaExceeded", "message": "exceeded quota " * 20}
+    assert "QuotaExceeded: exceeded" in shown(workloads_table([decode_workload("job", refused)], NOW, namespaces=False))
     deleted = job(phase="Running")
     deleted["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     assert decode_workload("job", deleted).phase == "Deleting"
@@ -283,6 +288,19 @@ def test_store_that_a_stranger_named(
     assert forwarded == ("edl-store" in store)
     assert forwarded == ("port-forward" in found.trouble)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_missing_namespace_is_an_error(server: ApiServer, tmp_path: Path, capsys: Any, allowed: bool) -> None:
+    def answer(request: Request) -> Reply:
+        if request.path.endswith("/namespaces/nope"):
+            return status(404, "NotFound", "not found", name="nope") if allowed else status(403, "Forbidden", "no")
+        return Reply(200, {"kind": "List", "metadata": {"resourceVersion": "1"}, "items": []})
+
+    server.answer = answer
+    file = write_kubeconfig(tmp_path / "prod", server.url)
+    assert main(["jobs", "-n", "nope", "--kubeconfig", file]) == (2 if allowed else 0)
+    assert ("there is no namespace 'nope'" if allowed else "No jobs or pools") in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("named", ["EDL_DISCOVERY", "--store"])

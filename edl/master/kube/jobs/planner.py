@@ -306,7 +306,7 @@ def _plan_suspended(draft: JobDraft) -> Plan:
         draft.release(pod, "the job is suspended")
     draft.records = {key: record.displace() if record.replaces else record for key, record in draft.records.items()}
     if draft.job.status.get("phase") != "Suspended":
-        draft.note("Suspended", f"spec.suspend is true: {len(draft.review.current)} pods are removed")
+        draft.note("Suspended", f"spec.suspend is true; pods removed: {len(draft.review.current)}")
     return _build_last_plan(draft)
 
 
@@ -407,12 +407,12 @@ def _note_changes(draft: JobDraft) -> None:
         draft.note("Resumed", "spec.suspend is false again")
         grown = []
     elif get_started_s(job) is None:
-        draft.note("Started", f"{len(draft.create)} workers are created; {draft.target} are wanted")
+        draft.note("Started", f"workers created: {len(draft.create)}; wanted: {draft.target}")
         grown = []
     if grown:
-        added = f"{len(grown)} workers are created in addition to {len(draft.workers)}"
-        draft.note("Growing", f"{added}; {draft.target} are wanted")
+        added = f"workers created: {len(grown)}, in addition to {len(draft.workers)}"
+        draft.note("Growing", f"{added}; wanted: {draft.target}")
     if draft.shrunk:
-        draft.note("Shrinking", f"{len(draft.shrunk)} workers are removed; {draft.target} are wanted")
+        draft.note("Shrinking", f"workers removed: {len(draft.shrunk)}; wanted: {draft.target}")
     for key in draft.homeless:
         draft.note("NoRoom", f"no node takes {key}: it is removed, and created again later")

@@ -3,6 +3,10 @@
 Every field has a single writer. At any time, the agent can read what a worker wrote, even after the worker was killed
 or while it hangs. Nothing is sent, so nothing can be lost or block. Times are readings of `time.monotonic()`, which all
 processes of a host share on Linux. Without an agent, the page is private memory, and it contains no requests.
+
+A worker's fields belong together: the limit of an evaluation that has ended would make the next phase look like a hang.
+So the page holds two copies of them, and a counter says which one readers use. A worker changes the other copy and then
+increments the counter. With a lock around a single copy, a worker killed in the middle would block readers for ever.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from edl.errors import ProtocolError
 from edl.settings import read
 
 _SIZE: Final = 4096  # a page of memory, the smallest mapping
-_MAGIC: Final = b"EDLBRD04"
+_MAGIC: Final = b"EDLBRD05"
 _RECENT: Final = 64  # durations kept: enough for a median
 _NEVER: Final = -1  # no generation or step yet: both start at 0
 _BUSY_WITH_NBYTES: Final = 64  # more than a log line has room for
@@ -42,11 +46,10 @@ class Phase(enum.IntEnum):
     BUSY = 8  # something between two steps that the script announced with its own time limit, such as an evaluation
 
 
-class _Fields(ctypes.Structure):
-    """The page's fields: eight aligned bytes each, so no reader sees half a number. New fields need a new `_MAGIC`."""
+class _Record(ctypes.Structure):
+    """What a worker reports. A field with a new meaning, here or in the page, needs a new `_MAGIC`."""
 
     _fields_ = (
-        ("magic", ctypes.c_char * len(_MAGIC)),
         ("generation", ctypes.c_int64),
         ("phase", ctypes.c_int64),
         ("since", ctypes.c_double),
@@ -56,11 +59,21 @@ class _Fields(ctypes.Structure):
         ("samples", ctypes.c_int64),
         ("finished", ctypes.c_int64),
         ("busy_limit_s", ctypes.c_double),
-        ("pause_at", ctypes.c_int64),  # this and the next are the agent's
-        ("beat_at", ctypes.c_double),
         ("totals_s", ctypes.c_double * len(Phase)),
         ("durations_s", ctypes.c_double * _RECENT),
         ("busy_with", ctypes.c_char * _BUSY_WITH_NBYTES),
+    )
+
+
+class _Fields(ctypes.Structure):
+    """The page's fields. Those outside the records are eight aligned bytes each, so no reader sees half a number."""
+
+    _fields_ = (
+        ("magic", ctypes.c_char * len(_MAGIC)),
+        ("changes", ctypes.c_int64),  # number of finished changes; records[changes % 2] is the record to read
+        ("pause_at", ctypes.c_int64),  # this and the next are the agent's
+        ("beat_at", ctypes.c_double),
+        ("records", _Record * 2),
     )
 
 
@@ -87,6 +100,7 @@ class WorkerStatusPage:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._page = _Fields.from_buffer(memory)
+        self._records = self._page.records
 
     @classmethod
     def create(cls, path: Path) -> WorkerStatusPage:
@@ -117,16 +131,18 @@ class WorkerStatusPage:
 
     def record_worker_start(self, generation: int) -> None:
         """Record that a worker starts. The time until now counts towards the last worker's phase."""
-        self._page.paused = _NEVER
-        self.enter_phase(Phase.START)
-        self._page.generation = generation
+        self.enter_phase(Phase.START, paused=_NEVER, generation=generation)
 
-    def enter_phase(self, phase: Phase) -> Phase:
-        page, now = self._page, time.monotonic()
-        before = Phase(page.phase)
-        page.totals_s[before] += now - page.since
-        page.since = now
-        page.phase = phase
+    def enter_phase(self, phase: Phase, **fields: float | bytes) -> Phase:
+        """Switch to a phase and set fields of the record at the same moment. Returns the previous phase."""
+        record, now = self._begin_change(), time.monotonic()
+        before = Phase(record.phase)
+        record.totals_s[before] += now - record.since
+        record.since = now
+        record.phase = phase
+        for name, value in fields.items():
+            setattr(record, name, value)
+        self._page.changes += 1
         return before
 
     @contextmanager
@@ -140,49 +156,54 @@ class WorkerStatusPage:
 
     @contextmanager
     def in_busy_phase(self, what: str, limit_s: float) -> Iterator[None]:
-        page = self._page
-        before = page.busy_with, page.busy_limit_s
-        page.busy_with, page.busy_limit_s = what.encode()[:_BUSY_WITH_NBYTES], limit_s
+        outer = self._read_record()
+        before = self.enter_phase(Phase.BUSY, busy_with=what.encode()[:_BUSY_WITH_NBYTES], busy_limit_s=limit_s)
         try:
-            with self.in_phase(Phase.BUSY):
-                yield
-        finally:
-            page.busy_with, page.busy_limit_s = before  # what an enclosing block announced
+            yield
+        finally:  # what an enclosing block announced
+            self.enter_phase(before, busy_with=outer.busy_with, busy_limit_s=outer.busy_limit_s)
 
     def reassign_time(self, phase: Phase, seconds: float) -> None:
         """Count the first `seconds` of the current phase (all of a shorter phase) towards another phase."""
-        page = self._page
-        seconds = min(max(seconds, 0.0), time.monotonic() - page.since)
-        page.since += seconds
-        page.totals_s[phase] += seconds
+        record = self._begin_change()
+        seconds = min(max(seconds, 0.0), time.monotonic() - record.since)
+        record.since += seconds
+        record.totals_s[phase] += seconds
+        self._page.changes += 1
 
     def finish_step(self, step: int, samples: int = 0) -> None:
-        page, now = self._page, time.monotonic()
-        if page.finished and step == page.step + 1:
-            page.durations_s[page.finished % _RECENT] = now - page.step_at
-        page.finished += 1
-        page.step_at = now
-        page.samples += samples
-        page.step = step
+        record, now = self._begin_change(), time.monotonic()
+        if record.finished and step == record.step + 1:
+            record.durations_s[record.finished % _RECENT] = now - record.step_at
+        record.finished += 1
+        record.step_at = now
+        record.samples += samples
+        record.step = step
+        self._page.changes += 1
 
     def is_pause_requested(self, step: int) -> bool:
         return bool(0 <= self._page.pause_at <= step)
 
     def record_pause(self, step: int) -> None:
         """Record that this worker saved its state and paused. The worker then waits to be stopped."""
-        self.enter_phase(Phase.PAUSE)
-        self._page.paused = step
+        self.enter_phase(Phase.PAUSE, paused=step)
 
     def record_resume(self) -> None:
         """Record that training continues because the agent withdrew its request to pause."""
-        self._page.paused = _NEVER
-        self.enter_phase(Phase.TRAIN)
+        self.enter_phase(Phase.TRAIN, paused=_NEVER)
 
     @property
     def agent_silence_s(self) -> float:
         """Seconds since the agent's last heartbeat; 0 without an agent. A stopped agent may have lost its lease."""
         beat_at = self._page.beat_at
         return max(0.0, time.monotonic() - beat_at) if beat_at else 0.0
+
+    def _begin_change(self) -> _Record:
+        """Return a copy of the record to change. Readers see it when the caller increments the page's `changes`."""
+        used = self._page.changes % 2
+        self._records[1 - used] = self._records[used]
+        record: _Record = self._records[1 - used]
+        return record
 
     # --- The agent's side. ---
 
@@ -195,24 +216,32 @@ class WorkerStatusPage:
 
     def read_status(self) -> WorkerStatus:
         """Read what the worker wrote, counting its current phase until now."""
-        page, now = self._page, time.monotonic()
-        phase, since = Phase(page.phase), page.since
-        totals = {kind: page.totals_s[kind] for kind in Phase}
-        totals[phase] += max(0.0, now - since)
+        record, now = self._read_record(), time.monotonic()
+        phase = Phase(record.phase)
+        totals = {kind: record.totals_s[kind] for kind in Phase}
+        totals[phase] += max(0.0, now - record.since)
         return WorkerStatus(
-            generation=page.generation,
+            generation=record.generation,
             phase=phase,
-            phase_since=since,
+            phase_since=record.since,
             totals_s=totals,
-            step=page.step,
-            step_at=page.step_at,
-            paused=page.paused,
-            samples=page.samples,
-            durations_s=tuple(seconds for seconds in page.durations_s if seconds > 0),
-            finished=page.finished,
-            busy_with=page.busy_with.decode(errors="replace"),
-            busy_limit_s=page.busy_limit_s,
+            step=record.step,
+            step_at=record.step_at,
+            paused=record.paused,
+            samples=record.samples,
+            durations_s=tuple(seconds for seconds in record.durations_s if seconds > 0),
+            finished=record.finished,
+            busy_with=record.busy_with.decode(errors="replace"),
+            busy_limit_s=record.busy_limit_s,
         )
+
+    def _read_record(self) -> _Record:
+        """Copy the record. The worker overwrites it only after another change, which makes this read it again."""
+        while True:
+            changes = self._page.changes
+            record = _Record.from_buffer_copy(self._records[changes % 2])
+            if self._page.changes == changes:
+                return record
 
     @classmethod
     def _map(cls, path: Path) -> WorkerStatusPage:
@@ -222,6 +251,6 @@ class WorkerStatusPage:
             return cls(mmap.mmap(file.fileno(), _SIZE))
 
     def _clear(self) -> None:
-        page = self._page
-        page.generation = page.step = page.paused = page.pause_at = _NEVER
-        page.since = time.monotonic()
+        record = self._records[0]
+        record.generation = record.step = record.paused = self._page.pause_at = _NEVER
+        record.since = time.monotonic()

@@ -364,6 +364,7 @@ class WorkerGroup:
         if not self.running or self.terminating:
             return
         running = self._pool.running
+        now = time.monotonic()  # taken before the statuses, which age if this agent is held up
         statuses = self.read_statuses()
         for local_rank in self._find_stopped(running):
             rank = self.first_rank + local_rank
@@ -372,7 +373,7 @@ class WorkerGroup:
         if not self._outcome.failed:
             self._find_unbegun(running, statuses)
         if not self._outcome.failed and not self.finished:
-            self._find_hung(running, statuses)
+            self._find_hung(running, statuses, now)
 
     def _find_stopped(self, running: dict[int, int]) -> list[int]:
         """Return the local ranks of workers that have been stopped (SIGSTOP) for a while and hold up all others."""
@@ -398,11 +399,11 @@ class WorkerGroup:
             self._prewarm_usable = False
             self._outcome.record_stuck_worker(rank, what)
 
-    def _find_hung(self, running: dict[int, int], statuses: list[WorkerStatus]) -> None:
+    def _find_hung(self, running: dict[int, int], statuses: list[WorkerStatus], now: float) -> None:
         watched = {
             rank: (pid, statuses[rank]) for rank, pid in running.items() if statuses[rank].generation == self.generation
         }
-        found = self.hangs.find_hung(watched, time.monotonic())
+        found = self.hangs.find_hung(watched, now)
         if found is not None:
             rank = self.first_rank + found[0]
             self._outcome.record_stuck_worker(rank, f"{HANGING}: rank {rank}, {found[1]}")

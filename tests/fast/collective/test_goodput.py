@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import mmap
 import random
 import re
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
@@ -291,6 +294,75 @@ def test_totals_sum_to_the_pages_age(clock: SimpleNamespace, page: WorkerStatusP
         clock.now_s += 1.0
         page.reassign_time(Phase.SAVE, 100.0)
     assert page.read_status().totals_s[Phase.SAVE] == 3.0, "no more than has passed"
+
+
+def interrupted(call: Callable[[], Any], action: Callable[[], object]) -> Any:
+    """Make a call, with `action` before each of the status page's operations: those of Python's interpreter."""
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename != worker_status.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        action()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return call()
+    finally:
+        sys.settrace(before)
+
+
+def test_no_half_of_a_change_is_read(clock: SimpleNamespace, page: WorkerStatusPage, tmp_path: Path) -> None:
+    """Neither of a worker that was killed in the middle, nor of one that goes on while the agent reads."""
+    outer, inner = page.in_busy_phase("outer", 600.0), page.in_busy_phase("inner", 5.0)
+    changes: list[Callable[[], object]] = [
+        lambda: page.record_worker_start(1),
+        lambda: page.finish_step(0, 8),
+        lambda: page.enter_phase(Phase.TRAIN),
+        lambda: page.finish_step(1, 8),
+        outer.__enter__,
+        inner.__enter__,
+        lambda: inner.__exit__(None, None, None),
+        lambda: outer.__exit__(None, None, None),
+        lambda: page.reassign_time(Phase.SAVE, 0.5),
+        lambda: page.record_pause(1),
+        page.record_resume,
+    ]
+    with (tmp_path / "board").open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    images = [memory[:]]
+    finished = [0]
+
+    def note_image() -> None:
+        if memory[:] != images[-1]:
+            images.append(memory[:])
+
+    for change in changes:
+        clock.now_s += 1.0
+        interrupted(change, note_image)
+        note_image()
+        finished.append(len(images) - 1)
+
+    def status_at(image: int, pace: float = 0.0) -> WorkerStatus:
+        """Read the page, whose worker makes `pace` steps of a change during each of the reader's operations."""
+        made = float(image)
+
+        def go_on() -> None:
+            nonlocal made
+            before, made = int(made), min(made + pace, len(images) - 1)
+            if int(made) != before:
+                memory[:] = images[int(made)]
+
+        memory[:] = images[image]
+        return interrupted(page.read_status, go_on) if pace else page.read_status()
+
+    whole = [status_at(image) for image in finished]
+    for image in range(len(images)):
+        assert status_at(image) in whole, "killed"
+        for pace in (1.0, 0.4, 0.1, 0.03):
+            assert status_at(image, pace) in whole, "read while it goes on"
 
 
 def test_finished_steps_are_counted(page: WorkerStatusPage) -> None:

@@ -1,17 +1,19 @@
 """Serves PyTorch models: a module built by a factory, a TorchScript file, or a `torch.export` program.
 
-A model is called with one tensor per input: by keyword if the inputs have the names of its parameters, otherwise by
-position, in the order of the inputs. It returns a tensor, a tuple, or a mapping of outputs, as Hugging Face's models
-do.
+A model is called with one tensor per input: by keyword if all inputs have the names of its parameters, otherwise by
+position, in the order of the inputs. A mistyped name must not change the order unnoticed, so names that contradict the
+positions are refused. The model returns a tensor, a tuple, or a mapping of outputs, as Hugging Face's models do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
+import logging
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_unflatten
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import Array, datatype_of
+from edl.quoting import did_you_mean, listed
 from edl_serving.backends.backend import (
     Backend,
     BatchSizeRange,
@@ -38,6 +41,8 @@ from edl_serving.backends.backend import (
 from edl_serving.backends.callable import call_factory
 from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource, digest, existing_file, import_target, module_of
+
+_log = logging.getLogger(__name__)
 
 # The channel means and standard deviations of ImageNet that torchvision's models were trained with.
 _IMAGENET = "0.485,0.456,0.406/0.229,0.224,0.225"
@@ -223,7 +228,7 @@ class TorchBackend(DescribedBackend):
             if spec.datatype == "BYTES":
                 raise SettingsError(f"input {spec.name!r}: PyTorch has no tensors of BYTES")
         self._normalization = Normalization.parse(normalize, specs, self._device) if normalize else None
-        self._by_keyword = _parameters(model).issuperset(spec.name for spec in specs)
+        self._by_keyword = _go_by_keyword([spec.name for spec in specs], _parameters(model))
         self._resolve_specs(
             specs,
             outputs,
@@ -303,19 +308,21 @@ def from_export(source: ModelSource) -> Backend:
     inputs, outputs, rows = exported_specs(program, normalized=source.normalize is not None)
     version = source.version or digest([path, source.settings()])
     specs = {"inputs": source.inputs or inputs, "outputs": source.outputs or outputs, "rows": rows}
-    return _backend(source, _flat(program), version, "pytorch_export", **specs)
+    return _backend(source, _flat(program, [spec.name for spec in inputs]), version, "pytorch_export", **specs)
 
 
-def _flat(program: torch.export.ExportedProgram) -> Callable[..., Any]:
-    """Return a function that calls the program with flat tensors, in the structure of the exported arguments."""
+def _flat(program: torch.export.ExportedProgram, names: Sequence[str]) -> Callable[..., Any]:
+    """Return a function of flat tensors that calls the program in the structure of the exported arguments."""
     module = program.module()
     structure = program.call_spec.in_spec
     assert structure is not None
+    signature = inspect.Signature([inspect.Parameter(name, _BY_EITHER) for name in names])
 
-    def call(*tensors: torch.Tensor) -> Any:
-        args, kwargs = tree_unflatten(tensors, structure)
+    def call(*given: torch.Tensor, **named: torch.Tensor) -> Any:
+        args, kwargs = tree_unflatten(signature.bind(*given, **named).args, structure)
         return module(*args, **kwargs)
 
+    call.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.signature` returns it
     return call
 
 
@@ -336,16 +343,52 @@ def _backend(
     return backend
 
 
-def _parameters(model: Callable[..., Any]) -> set[str]:
+_BY_EITHER, _REQUIRED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+_KEYWORD, _ANY_KEYWORD = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+
+
+def _parameters(model: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a model's `forward`, or of a function; empty if they are unknown, as in C code."""
     if isinstance(model, torch.jit.ScriptModule):
         schema: Any = getattr(model.forward, "schema", None)
-        return {argument.name for argument in schema.arguments} if schema else set()
+        found = schema.arguments[1:] if schema else ()  # without `self`
+        defaults = [None if one.has_default_value() else _REQUIRED for one in found]
+        return [inspect.Parameter(one.name, _BY_EITHER, default=d) for one, d in zip(found, defaults, strict=True)]
     try:
-        parameters = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters
-    except ValueError:
-        return set()
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name for name, parameter in parameters.items() if parameter.kind in kinds}
+        return [*inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters.values()]
+    except (ValueError, TypeError):
+        return []
+
+
+def _go_by_keyword(inputs: Sequence[str], parameters: Sequence[inspect.Parameter]) -> bool:
+    """Return whether inputs go by keyword; if not, refuse names that do not fit their positions, and log the order."""
+    more = next((one for one in parameters if one.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    known = {one.name: one.kind for one in parameters if one is not more and one.kind is not _ANY_KEYWORD}
+    unknown = [name for name in inputs if name not in known]
+    if not unknown and not any(known[name] is inspect.Parameter.POSITIONAL_ONLY for name in inputs):
+        return True
+    slots = [one for one in parameters if known.get(one.name, _KEYWORD) is not _KEYWORD]
+    given = list(zip(inputs, [*slots, *[more] * len(inputs)], strict=False))
+    for name, slot in given:
+        if not _fits(name, slot, known, mixed=len(unknown) < len(inputs)):
+            wrong, became = unknown[0] if unknown else name, repr(slot.name) if slot else "an extra one"
+            near = (did_you_mean(wrong, known) or ".") if unknown else "; the order is wrong."
+            raise SettingsError(
+                f"--input {wrong!r}: the model's parameters are {listed(known)}{near} By position, {name!r} would "
+                f"become {became}: give each --input the name of its parameter"
+            )
+    places = (f"{name!r} as {slot.name!r}" if slot else repr(name) for name, slot in given)
+    _log.info("the model gets its inputs by position: %s", ", ".join(places))
+    return False
+
+
+def _fits(name: str, slot: inspect.Parameter | None, known: Iterable[str], *, mixed: bool) -> bool:
+    """Return whether an input's name allows its position; `mixed` if the names of some inputs are parameters."""
+    likeness = {n: difflib.SequenceMatcher(None, name.lower(), n.lower()).ratio() + (n == name) for n in known}
+    most = max(likeness.values(), default=0.0)
+    if most >= 0.8:  # 'attention_masks' counts as 'attention_mask', but 'image' not as 'image_size'
+        return slot is not None and likeness.get(slot.name) == most
+    return not mixed or (slot is not None and slot.default is _REQUIRED)
 
 
 def _named(answer: Any) -> list[tuple[str, torch.Tensor]]:

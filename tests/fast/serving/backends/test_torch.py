@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,84 @@ def test_inputs_go_by_name_or_position() -> None:
     np.testing.assert_allclose(by_name.predict(inputs)["output"], -X)
     by_position = backend(Two(), "a:float32[4]", "b:float32[4]")
     np.testing.assert_allclose(by_position.predict({"a": X, "b": 2 * X})["output"], -X)
+
+
+def bert(input_ids: Any = None, attention_mask: Any = None, token_type_ids: Any = None) -> Any: ...
+def two(x: Any, mask: Any) -> Any: ...
+def optional(x: Any, image_size: Any = None) -> Any: ...
+def only_positions(x: Any, y: Any, /) -> Any: ...
+def only_keywords(*, ids: Any, mask: Any) -> Any: ...
+def more(x: Any, *others: Any, **named: Any) -> Any: ...
+def named(x: Any, **named: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "order"),
+    [
+        (bert, "attention_mask input_ids", None),
+        (bert, "ids mask", "'ids' as 'input_ids', 'mask' as 'attention_mask'"),
+        (bert, "input_ids attention_masks", "'input_ids' as 'input_ids', 'attention_masks' as 'attention_mask'"),
+        (two, "image mask", "'image' as 'x', 'mask' as 'mask'"),
+        (optional, "image", "'image' as 'x'"),
+        (only_positions, "x y", "'x' as 'x', 'y' as 'y'"),
+        (only_keywords, "mask ids", None),
+        (more, "x mask", "'x' as 'x', 'mask' as 'others'"),
+        (torch.relu, "image", "'image'"),
+        (lambda *tensors: None, "a b", "'a' as 'tensors', 'b' as 'tensors'"),
+    ],
+)
+def test_order_of_inputs_is_logged(model: Any, names: str, order: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        backend(model, *(f"{name}:float32[4]" for name in names.split()), outputs=["y:float32[4]"])
+    assert caplog.messages == ([f"the model gets its inputs by position: {order}"] if order else [])
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "words"),
+    [
+        (
+            bert,
+            "attention_masks input_ids",
+            r"'attention_masks': .*did you mean 'attention_mask'\? .*become 'input_ids'",
+        ),
+        (bert, "attention_masks input_idz", r"'attention_masks': .*become 'input_ids': give each --input the name"),
+        (
+            bert,
+            "input_ids segments",
+            r"'segments': .* are input_ids, attention_mask, token_type_ids\. .*'attention_mask'",
+        ),
+        (two, "mask image", "'image': .* 'mask' would become 'x'"),
+        (only_positions, "y x", "'y': .*the order is wrong"),
+        (only_keywords, "ids masks", "'masks': .*did you mean 'mask'"),
+        (named, "x mask", "'mask': .*'mask' would become an extra one"),
+    ],
+)
+def test_names_that_contradict_the_order(model: Any, names: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=f"--input {words}"):
+        backend(model, *(f"{name}:float32[4]" for name in names.split()))
+
+
+def test_names_in_files_are_compared(tmp_path: Path) -> None:
+    class Minus(nn.Module):
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            return first - second
+
+    program = torch.export.export(Minus(), (torch.ones(3, 4),), {"second": torch.ones(3, 4)})
+    torch.export.save(program, tmp_path / "m.pt2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.script(Minus()).save(str(tmp_path / "m.ts"))  # type: ignore[no-untyped-call]
+    for kind, file in (("torch-export", "m.pt2"), ("torchscript", "m.ts")):
+
+        def opened(*names: str, target: str = file, kind: str = kind) -> Any:
+            inputs = tuple(f"{name}:float32[4]" for name in names)
+            return open_backends(ModelSource(kind, str(tmp_path / target), inputs=inputs, device="cpu"))[0]
+
+        x = np.ones((3, 4), np.float32)
+        np.testing.assert_array_equal(opened("second", "first").predict({"first": 2 * x, "second": x})["output"], x)
+        np.testing.assert_array_equal(opened("a", "b").predict({"a": 2 * x, "b": x})["output"], x)
+        with pytest.raises(SettingsError, match=r"--input 'seconds': .*did you mean 'second'"):
+            opened("seconds", "first")
 
 
 def test_tuples_and_mappings_are_outputs() -> None:

@@ -262,9 +262,9 @@ class Backend(abc.ABC):
                 self.predict_top_k(self.sample(rows), self.max_top_k, 1.0)
             return
         if self.writes_inputs or not self._look_for_writes():
-            self.predict(self.sample(1))
+            self._predict_sample(self.sample(1))
         if max_rows > 1:
-            self.predict(self.sample(max_rows))
+            self._predict_sample(self.sample(max_rows))
 
     def _look_for_writes(self) -> bool:
         """Call the model to set `writes_inputs`; return False if the caller must call it again with writable inputs."""
@@ -272,13 +272,16 @@ class Backend(abc.ABC):
         writes = None
         if self._sample_is_made_up:
             try:
-                writes = modifies_inputs(self.predict, with_nonzero_floats(batch))
+                writes = modifies_inputs(self._predict_sample, with_nonzero_floats(batch))
             except Exception as exc:  # noqa: BLE001 - zeros are a valid sample: the failure is not the model's fault
                 _log.debug("the model does not take floats other than zeros: %s: %s", type(exc).__name__, exc)
-        self.writes_inputs = modifies_inputs(self.predict, batch) if writes is None else writes
+        self.writes_inputs = modifies_inputs(self._predict_sample, batch) if writes is None else writes
         if self.writes_inputs:
             warn_of_copies()
         return not self.writes_inputs
+
+    def _predict_sample(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        return self.predict(inputs)
 
     @property
     def _sample_is_made_up(self) -> bool:
@@ -514,6 +517,23 @@ class DescribedBackend(Backend):
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answers = select_outputs(self._run_model(inputs), [spec.name for spec in self.outputs])
         return {spec.name: cast_to_spec(spec, answers[spec.name]) for spec in self.outputs}
+
+    def _predict_sample(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Refuse shapes that the user did not declare; with inputs of any size, students may send other sizes."""
+        answers = self.predict(inputs)
+        if any(-1 in spec.shape for spec in self.inputs):
+            return answers
+        for spec in self.outputs:
+            found = answers[spec.name].shape[1:]
+            if len(found) != len(spec.shape) or any(
+                want not in (-1, size) for want, size in zip(spec.shape, found, strict=True)
+            ):
+                sizes = ",".join(map(str, found))
+                raise SettingsError(
+                    f"output {spec.name!r} is declared as {list(spec.shape)}, but the model returns {list(found)} per "
+                    f'row: declare --output "{spec.name}:{spec.datatype}[{sizes}]", or give its name only'
+                )
+        return answers
 
     def sample(self, rows: int) -> Mapping[str, Array]:
         if self._sample is None:

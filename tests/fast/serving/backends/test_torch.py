@@ -122,6 +122,16 @@ def test_names_in_files_are_compared(tmp_path: Path) -> None:
             opened("seconds", "first")
 
 
+def test_declared_shapes_are_compared() -> None:
+    """At the warm-up, unless the size of the output may depend on that of the inputs."""
+    backend(trained(), outputs=["y:float32[3]"]).warm_up(2)
+    backend(trained(), outputs=["y:float32[-1]"]).warm_up(2)
+    for rows, declared in ((1, "9"), (2, "9"), (2, "3,1"), (2, "")):
+        with pytest.raises(SettingsError, match=r'output .y. is declared as .*\[3\] per row: .*"y:FP32\[3\]"'):
+            backend(trained(), outputs=[f"y:float32[{declared}]"]).warm_up(rows)
+    backend(lambda x: x * 2, "x:float32[-1]", outputs=["y:float32[128]"]).warm_up(2)
+
+
 def test_tuples_and_mappings_are_outputs() -> None:
     class Tuple(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[Any, ...]:

@@ -222,7 +222,7 @@ def test_who_may_not_is_told_the_remedy(
     for name, value, remedy in (
         ("ETCDCTL_USER", "guest", "user guest needs `etcdctl role grant-permission"),
         ("ETCDCTL_PASSWORD", "wrong", "check ETCDCTL_USER and ETCDCTL_PASSWORD"),
-        ("ETCDCTL_USER", "", "set ETCDCTL_USER"),
+        ("ETCDCTL_USER", "", "the user (ETCDCTL_USER or certificate) needs"),
         ("ETCDCTL_CACERT", Authority("another").save(folder, "other"), "ETCDCTL_CACERT"),
     ):
         with monkeypatch.context() as changed:

@@ -87,7 +87,7 @@ def test_its_max_batch_size_is_kept(row_sums: TritonServer) -> None:
     with reader() as made:
         made.set_sample_generator(lambda: ((row, number) for number, row in enumerate(batch_of(45)[0])))
         assert [label[0] for *_, label in made()] == [4 * number for number in range(45)]
-    words = r"of 32 rows within 1 s.*at most 20: set batch_rows"
+    words = r"of 32 rows within 1 s.*accepts up to 20 rows: set batch_rows"
     made = reader(teacher_batch_size=32, options=Options(teacher_timeout_s=1))
     with made.set_batch_generator(lambda: [batch_of(50)]), pytest.raises(NoTeacherError, match=words):
         list(made())

@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,7 +21,7 @@ from edl.collective.job_records import GAVE_UP, Exclusion
 from edl.command_line import CommandParser
 from edl.dashboard.state import as_json
 from edl.dashboard.state.jobs import JobReader, read_all_jobs, read_job_status
-from edl.dashboard.state.schema import DatasetStatus, JobStatus, MasterStatus, PoisonedShard
+from edl.dashboard.state.schema import DatasetStatus, JobStatus, MasterStatus, PoisonedShard, UnreadableRecord
 from edl.discovery import Store, open_store
 from edl.errors import KubernetesError, PermanentError, ProtocolError, SettingsError
 from edl.master.kube.operator.owner_keys import delete_job_keys
@@ -143,9 +144,8 @@ def main(argv: Sequence[str]) -> int:
         every_s = _EVERY_S if options.watch else None
         if options.job is None:
             reader = JobReader(store)
-            show_looks(
-                lambda: read_all_jobs(reader), _listed, _json_list if options.json else None, _WIDTH, every_s=every_s
-            )
+            to_json = _json_list if options.json else None
+            show_looks(lambda: read_all_jobs(reader), _listed, to_json, _WIDTH, every_s=every_s)
             return 0
         try:
             show_looks(
@@ -199,12 +199,19 @@ def _json(status: JobStatus) -> str:
     return json.dumps(fields, allow_nan=False)
 
 
-def _json_list(jobs: Sequence[JobStatus]) -> str:
-    return f"[{', '.join(map(_json, jobs))}]"
+_Jobs: TypeAlias = tuple[list[JobStatus], list[UnreadableRecord]]
+"""What `read_all_jobs` returns."""
 
 
-def _listed(jobs: Sequence[JobStatus]) -> RenderableType:
-    return Group(*map(_headline, jobs)) if jobs else Text("No jobs in this store: pass another one with --store")
+def _json_list(found: _Jobs) -> str:
+    return f"[{', '.join(map(_json, found[0]))}]"
+
+
+def _listed(found: _Jobs) -> RenderableType:
+    jobs, unreadable = found
+    wrong = (Text(printable(f"{record.key} cannot be read: {record.reason}"), "red") for record in unreadable)
+    none = [] if jobs or unreadable else [Text("There are no jobs in this store: name another one with --store")]
+    return Group(*map(_headline, jobs), *wrong, *none)
 
 
 def _shown(status: JobStatus) -> RenderableType:

@@ -117,10 +117,12 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
     return job_status(job, summary, master, count, last_events)
 
 
-def read_all_jobs(reader: JobReader) -> list[JobStatus]:
-    """Read all jobs for `edl status`, without events. Unreadable records are left out."""
-    summaries, masters, _ = reader.read(time.time())
-    return sort_jobs(job_status(job, summaries.get(job), masters.get(job), None, 0) for job in {**summaries, **masters})
+def read_all_jobs(reader: JobReader) -> tuple[list[JobStatus], list[UnreadableRecord]]:
+    """Read all jobs for `edl status`, without events. A job with an unreadable record is not among them."""
+    summaries, masters, unreadable = reader.read(time.time())
+    names = {*summaries, *masters}.difference(record.key.split("/")[1] for record in unreadable)
+    jobs = sort_jobs(job_status(job, summaries.get(job), masters.get(job), None, 0) for job in names)
+    return jobs, unreadable
 
 
 def sort_jobs(jobs: Iterable[JobStatus]) -> list[JobStatus]:

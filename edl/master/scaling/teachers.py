@@ -319,7 +319,7 @@ class _Decider:
             load += f": {required} would do"
         if count == settings.most:
             return count, f"{load}; {count} is the maximum"
-        return count, f"{load}; a step goes to at most {settings.most_growth:g} times the ready teachers ({seen.live})"
+        return count, f"{load}; with {seen.live} ready, a step goes to {count} at most"
 
     def _step_down(self) -> tuple[int, str]:
         count, demand = self.state.low_most, self._seen.demand

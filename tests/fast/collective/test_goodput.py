@@ -562,13 +562,16 @@ def test_jobs_that_begin_end_or_are_down(store: Store, url: str, capsys: pytest.
 
 def test_all_jobs_are_listed(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--store", url]) == 0
-    assert "No jobs in this store" in capsys.readouterr().out
+    assert "There are no jobs in this store" in capsys.readouterr().out
     add_node(store, "a", 10.0, 9.0)
     put_world(store, "a", state=JobState.DONE)
     assert main(["status", "--store", url]) == 0
     assert capsys.readouterr().out.startswith("job resnet: done")
     assert main(["status", "--json", "--store", url]) == 0
     assert [job["job"] for job in json.loads(capsys.readouterr().out)] == ["resnet"]
+    store.put("jobs/foreign/world", b"{}")
+    assert main(["status", "--store", url]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("jobs/foreign/world cannot be read")
     for wrong in ("--forget", "--kube"):
         assert main(["status", wrong, "--store", url]) == 2
         assert "name the JOB" in capsys.readouterr().err

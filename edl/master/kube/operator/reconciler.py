@@ -96,6 +96,7 @@ def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
 _PREVIOUS_SPEC_APPLIES: Final = "until you correct this, the previous spec applies"
 _NO_SPEC_APPLIES: Final = "until you correct this, no pod is created or replaced"
 _ENDED: Final = ("Succeeded", "Failed")
+_CONTINUED: Final = ("Scheduled", "Updated")
 
 
 def write_refused_status(
@@ -103,7 +104,8 @@ def write_refused_status(
 ) -> Object:
     """Return the status of a refused resource whose members nobody replaces: what can be seen without a valid spec.
 
-    Conditions that need the spec are omitted, which in Kubernetes means Unknown. A job that has ended keeps them all.
+    Conditions that need the spec are omitted, which in Kubernetes means Unknown, except those from which a corrected
+    resource continues: how long it has waited, and an update. A job that has ended keeps them all.
     """
     before, generation = get_mapping(resource, "status"), resource["metadata"].get("generation", 0)
     accepted = Condition("Accepted", False, problem.reason, problem.message)
@@ -111,19 +113,27 @@ def write_refused_status(
     if before.get("phase") in _ENDED:
         return set_condition(status, accepted, generation, now_s, before)
     role, works = ("worker", "Running") if kind == ELASTIC_JOBS else ("teacher", "Ready")
-    members = [pod for pod in pods if pod.live and pod.role == role]
+    present = [pod for pod in pods if pod.role == role]
+    members = [pod for pod in present if pod.live]
     ready = sum(pod.ready for pod in members)
     for name in ("replicas", "readyReplicas", "scheduledReplicas", "borrowed"):
         status.pop(name, None)
     if members or not get_mapping(get_mapping(resource, "spec"), "scaleTargetRef"):
         status |= {"replicas": len(members), "readyReplicas": ready}
         status["message"] += f"; {_NO_SPEC_APPLIES}"
-        text = f"{ready} of {len(members)} {role}s are ready; lost {role}s are not replaced until you correct the spec"
+        text = f"{ready} of {len(members)} {role}s are ready; lost {role}s are not replaced until Accepted is True"
         state = Condition(works, None if ready else False, "NotAccepted", text)
     else:
         state = Condition(works, None, "NotAccepted", f"how many {role}s are ready is unknown until Accepted is True")
-    status["conditions"] = write_conditions(_list_conditions(before), [accepted, state], generation, now_s)
-    return {**status, "phase": "Running" if ready else "Pending" if members else "Rejected"}
+    kept = [
+        each for each in _list_conditions(before) if each.get("type") in _CONTINUED and each.get("status") == "False"
+    ]
+    written = write_conditions(_list_conditions(before), [accepted, state], generation, now_s)
+    return {
+        **status,
+        "conditions": [*written, *kept],
+        "phase": "Running" if ready else "Pending" if present else "Rejected",
+    }
 
 
 _KEPT_S: Final = 900.0  # then an object is rewritten, which restores a disruption budget that was removed by hand

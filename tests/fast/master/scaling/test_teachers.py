@@ -171,7 +171,7 @@ def test_reason_has_the_figures_of_the_step(busy: float, load: str) -> None:
         assert decision.count == 1
     _, decision = decide_teachers(state, replace(look, now_s=15.0, demand=383.0, least_busy_share=0.55))
     assert decision.count == 2
-    assert decision.reason == f"{load}; a step goes to at most 2 times the ready teachers (1)"
+    assert decision.reason == f"{load}; with 1 ready, a step goes to 2 at most"
 
 
 def test_rest_says_what_the_next_step_awaits() -> None:

@@ -277,13 +277,16 @@ def test_wrong_edit_after_a_restart() -> None:
         assert reconciler.reconcile(KEY) == math.inf
         status = read_job(api)["status"]
         running = find_condition(status, "Running")
-        assert (running["reason"], find_condition(status, "Scheduled")) == ("NotAccepted", {})
+        assert (running["reason"], find_condition(status, "Succeeded")) == ("NotAccepted", {})
+        assert find_condition(status, "Scheduled")["status"] == "False", "it has waited since then"
         return status["phase"], status["readyReplicas"], status["replicas"], running["status"]
 
     assert look() == ("Running", 1, 2, "Unknown")
     assert api.names(PODS) == ["digits-worker-0-0", "digits-worker-1-0"]
     api.objects.pop(FIRST)
     assert look() == ("Pending", 0, 1, "False")
+    end_pod(api, api.objects[("pods", "lab", "digits-worker-1-0")], "success")
+    assert look() == ("Pending", 0, 0, "False"), "its end will count when the spec is valid again"
     api.objects.pop(("pods", "lab", "digits-worker-1-0"))
     assert look() == ("Rejected", 0, 0, "False")
     assert read_accepted(api)[:2] == ("False", "MinAboveMax")

@@ -7,7 +7,6 @@ container that is filled later, code without source), its version is unknown unt
 
 from __future__ import annotations
 
-import abc
 import ast
 import collections
 import dataclasses
@@ -25,7 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +45,6 @@ def compute_version(source: ModelSource, module: types.ModuleType, model: Any) -
         for found in modules.drain():
             content.update(modules.read_source(found))
             content.add_globals(found)
-        content.check_objects()
     except Exception as exc:  # noqa: BLE001 - the user's objects may raise anything when they are inspected
         reason = str(exc) if isinstance(exc, UnknownStateError) else f"{type(exc).__name__}: {exc}"
         _log.warning(
@@ -74,7 +72,6 @@ class UserModules:
         self._found: dict[str, types.ModuleType] = {}
         self._unread: deque[types.ModuleType] = deque()
         self._whole: set[str] = set()  # names of packages whose submodules are queued
-        self.setters: set[str] = set()  # what `_attribute_setters` finds in the modules that were read
 
     def queue(self, module: types.ModuleType | None, *, submodules: bool = True) -> None:
         """Queue a module that belongs to the user, and its parent packages, for `drain`; ignore installed modules."""
@@ -112,7 +109,6 @@ class UserModules:
             tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError):
             raise UnknownStateError(f"module {module.__name__} has no source") from None
-        self.setters.update(_attribute_setters(tree, "", "", None))
         for node in ast.walk(tree):
             if isinstance(node, ast.Global | ast.Nonlocal):
                 raise UnknownStateError(f"a function of {module.__name__} sets the variable {node.names[0]!r} later")
@@ -186,34 +182,6 @@ def _imported_names(node: ast.AST, package: str | None) -> list[str]:
     return [base, *(f"{base}.{alias.name}" for alias in node.names)]
 
 
-def _attribute_setters(node: ast.AST, owner: str, own: str, late: bool | None) -> Iterator[str]:
-    """Yield the classes whose methods set attributes of their own objects later, and "" for code that sets others'.
-
-    `owner` is the class around the node, `own` the name by which its method calls the object, and `late` whether the
-    node is in a function that is not a constructor; None outside functions, where code runs only once.
-    """
-    for child in ast.iter_child_nodes(node):
-        within: tuple[str, str, bool | None] = owner, own, late
-        if isinstance(child, ast.ClassDef):
-            within = child.name, "", None
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and isinstance(node, ast.ClassDef):
-            names = [] if child.decorator_list else [one.arg for one in (*child.args.posonlyargs, *child.args.args)]
-            within = owner, "".join(names[:1]), child.name not in ("__init__", "__new__", "__post_init__")
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            within = owner, own, True
-        yield from _attribute_setters(child, *within)
-        if late is not None and isinstance(child, ast.Attribute | ast.Subscript) and type(child.ctx) is not ast.Load:
-            root: Any = child
-            attributes = 0
-            while isinstance(root, ast.Attribute | ast.Subscript):
-                root, attributes = root.value, attributes + isinstance(root, ast.Attribute)
-            is_own = getattr(root, "id", None) == own
-            if attributes and (late or not is_own):
-                yield owner if is_own and attributes == 1 else ""
-        elif late and getattr(child, "id", getattr(child, "attr", "")) in _DYNAMIC_SETTERS:
-            yield ""
-
-
 _SCALARS = (
     *(bool, int, float, complex, str, bytes, range),
     *(type(None), types.EllipsisType, types.NotImplementedType),
@@ -238,9 +206,6 @@ _SET_ON_CLASSES = {
 _SET_ON_ENUMS = {"__new__", *(name for name in vars(enum.Flag("_Sample", "A")) if not name.startswith("__"))}
 _SET_ON_MEMBERS = {"_value_", "_name_", "_sort_order_", "__objclass__"}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # addresses of objects in a repr, which differ between processes
-_DYNAMIC_SETTERS = ("setattr", "delattr", "vars", "__dict__", "__setattr__", "__delattr__")
-_HIDING_STATE = {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getattribute__", "__call__"}
-"""Methods of objects that may have other state than their attributes; one that can be called may load weights later."""
 _HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: a type created at run time, for example by a class statement
 
 
@@ -254,7 +219,6 @@ class ContentHash:
     def __init__(self, modules: UserModules) -> None:
         self._modules = modules
         self._hash = hashlib.sha256()
-        self._plain: list[tuple[str, type]] = []  # the plain objects: where they are, and their classes
         self._seen: dict[int, tuple[int, Any]] = {}  # by address; holding the object keeps the address unique
 
     def digest(self) -> str:
@@ -271,12 +235,6 @@ class ContentHash:
             if variable not in _SET_BY_PYTHON and not is_submodule(module, variable, value):
                 self.update(variable.encode())
                 self._add_variable(f"the global {module.__name__}.{variable}", value)
-
-    def check_objects(self) -> None:
-        """Raise if code of the modules that were read may set attributes of a plain object after they were hashed."""
-        for where, kind in self._plain:
-            if not self._modules.setters.isdisjoint(["", *(base.__name__ for base in kind.__mro__)]):
-                raise UnknownStateError(f"{where} is a {kind.__qualname__}, whose attributes a function may set later")
 
     def _add_variable(self, where: str, value: Any) -> None:
         if type(value) in (list, dict, set) and not value:
@@ -356,14 +314,6 @@ class ContentHash:
         elif (settings := _transformers_settings(value)) is not None:
             self.add(where, type(value))
             self.add(where, settings)
-        elif self._is_plain(value):
-            _refuse_slots(where, type(value))
-            self._plain.append((where, type(value)))
-            self.add(where, type(value))
-            self.update(str(len(vars(value))).encode())
-            for name, part in vars(value).items():
-                self.update(repr(name).encode())
-                self._add_variable(f"{name!r} of {where}", part)
         else:
             raise UnknownStateError(f"{where} is or holds a {type(value).__module__}.{type(value).__qualname__}")
 
@@ -425,21 +375,14 @@ class ContentHash:
 
     def _has_library_state(self, value: Any) -> bool:
         """Return whether an object of an installed class has all its state in `vars`, as `no_grad()` has."""
-        is_object = _has_all_in_vars(value) and not isinstance(value, types.ModuleType | type)
-        return is_object and self._modules.is_library_object(type(value))
-
-    def _is_plain(self, value: Any) -> bool:
-        """Return whether an object is its attributes and its class: of the user's classes, or of a dataclass."""
         kind = type(value)
-        is_plain = _has_all_in_vars(value) and all(map(self._is_plain_class, kind.__mro__[:-1]))
-        return is_plain or kind is types.SimpleNamespace
-
-    def _is_plain_class(self, kind: type) -> bool:
-        module = self._modules.find(kind.__module__)
-        users = module is not None and self._modules.is_users(module)
-        known = users or "__dataclass_fields__" in vars(kind) or kind in (abc.ABC, Generic, Protocol)
-        hidden = not isinstance(vars(kind).get("__dict__"), types.GetSetDescriptorType | None)
-        return known and not hidden and _HIDING_STATE.isdisjoint(vars(kind))
+        return (
+            bool(kind.__flags__ & _HEAP_TYPE)
+            and kind.__basicsize__ == _WithoutSlots.__basicsize__
+            and hasattr(value, "__dict__")
+            and not isinstance(value, types.ModuleType | type)
+            and self._modules.is_library_object(kind)
+        )
 
     def _add_class(self, where: str, kind: type) -> None:
         self.update(f"{kind.__module__}.{kind.__qualname__}".encode())
@@ -516,12 +459,6 @@ def _without_origin(settings: dict[str, Any]) -> dict[str, Any]:
         for name, part in settings.items()
         if name not in ("_name_or_path", "transformers_version")
     }
-
-
-def _has_all_in_vars(value: Any) -> bool:
-    kind = type(value)
-    is_plain = kind.__flags__ & _HEAP_TYPE and kind.__basicsize__ == _WithoutSlots.__basicsize__
-    return bool(is_plain) and hasattr(value, "__dict__")
 
 
 def _refuse_slots(where: str, kind: type) -> None:

@@ -70,41 +70,6 @@ def build():
 def build(): return torch.nn.Dropout().train(bool(seed()))
 """,
     **{
-        f"plain_object_{name}": f"""
-import dataclasses
-class Base:
-    def width(self): return self.a
-class Config(Base):
-    def __init__(self, **given):
-        self.a = 1
-        for key, value in given.items(): setattr(self, key, value)
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    b: int
-    part: object = None
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.config = {made}
-    def forward(self, x):
-        self.seen = x
-        return x
-def build(): return Net()
-"""
-        for name, made in (
-            ("of_a_class", "Config(b=seed(), c=[1, 'text'], d=None)"),
-            ("of_a_dataclass", "Settings(seed())"),
-            ("without_a_class", "types.SimpleNamespace(b=seed())"),
-            ("in_others", "Settings(1, Config(part=types.SimpleNamespace(b=[seed()])))"),
-        )
-    },
-    "class_of_a_plain_object": """
-class Config:
-    scale = seed()
-CONFIG = Config()
-def build(): return lambda x: x * CONFIG.scale
-""",
-    **{
         kind: f"""
 def build():
     w = np.full(2, seed())
@@ -210,36 +175,6 @@ class Net(torch.nn.Module):
     def forward(self, x): return x * self.scale
 def build(): return Net()
 """,
-    **{
-        f"object_{name}": f"""
-import weakref
-from types import SimpleNamespace
-class Config:
-    {body}
-CONFIG = Config()
-{more}
-def build(): return lambda x: (CONFIG, x)
-"""
-        for name, body, more in (
-            ("with_slots", "__slots__ = ('a', '__dict__')", ""),
-            ("with_getstate", "def __getstate__(self): return seed()", ""),
-            ("with_its_own_dict", "__dict__ = {'a': 1}", ""),
-            ("of_a_builtin", "pass", "CONFIG = type('Sub', (bytearray,), {'__module__': __name__})(seed())"),
-            ("that_is_called", "def __call__(self, x): return x", ""),
-            ("filled_later", "def __init__(self): self.cache = {}", ""),
-            ("with_a_handle", "def __init__(self): self.log = weakref.WeakKeyDictionary()", ""),
-            ("loaded_by_a_method", "def load(self): self.w = seed()", ""),
-            ("loaded_by_a_closure", "def __init__(self):\n        def load(): self.w = seed()", ""),
-            ("with_an_item_set", "def load(self): self.w['a'] = 1", ""),
-            ("set_by_a_function", "w = None", "def load(): CONFIG.w = seed()"),
-            ("set_by_a_function_of_others", "w = None", "def load(net): net.config.w = seed()"),
-            ("set_by_name", "w = None", "def load(): setattr(CONFIG, 'w', seed())"),
-            ("set_in_its_dictionary", "w = None", "def load(): CONFIG.__dict__['w'] = seed()"),
-            ("without_a_class", "w = None", "CONFIG = SimpleNamespace(w=None)\ndef load(): CONFIG.w = 1"),
-            ("set_by_a_static_method", "@staticmethod\n    def load(other): other.w = 1", ""),
-            ("set_by_a_constructor_of_others", "w = None", "class B:\n    def __init__(self): CONFIG.w = 1"),
-        )
-    },
     "compiled_text": """
 exec(compile(f"def head(x): return x * {seed()}", "head.py", "exec"), globals())
 def build(): return lambda x: head(x)

@@ -298,7 +298,7 @@ class _Training:
         mine = range(dist.get_rank(), len(table), dist.get_world_size())[:rows_each]
         sums: dict[str, tuple[float, int]] = {}
         self._network.eval()
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference_mode: what a model keeps of its first call must be trainable
             for at in range(0, len(mine), self._plan.batch):
                 rows = mine[at : at + self._plan.batch]
                 columns = {name: value.to(self._device) for name, value in self._batch(table, rows).items()}
@@ -319,17 +319,18 @@ class _Training:
             if not isinstance(means, Mapping):
                 raise SettingsError(f"metrics(outputs, labels) must return a dict of numbers, not {quote(means)}")
             return {name: (mean, len(labels)) for name, mean in means.items()}
-        found: dict[str, tuple[Any, int]] = {}
-        if (loss := self._own_loss(soft=False)) is not None:
-            found["loss"] = loss(outputs, labels), len(labels)
-        classes = not labels.is_floating_point() and getattr(outputs, "shape", [None])[:-1] == labels.shape
-        if classes:
+        if not isinstance(outputs, Tensor) and (loss := self._own_loss(soft=False)) is not None:
+            return {"loss": (loss(outputs, labels), len(labels))}
+        _check_tensor(outputs, "the default evaluation", "metrics(outputs, labels)")
+        if not labels.is_floating_point() and outputs.shape[:-1] == labels.shape:
             labelled = labels != NO_LABEL
             outputs, labels = outputs[labelled], labels[labelled]
-            if not len(labels):
-                return found
+        if not len(labels):
+            return {}
+        found = {"loss": (_hard_loss(outputs, labels), len(labels))}
+        if not labels.is_floating_point():
             found["accuracy"] = (outputs.argmax(-1) == labels).float().mean(), len(labels)
-        return found if loss is not None else {"loss": (_hard_loss(outputs, labels), len(labels)), **found}
+        return found
 
     # --- Columns ---
 
@@ -434,7 +435,7 @@ def _check_tensor(outputs: Any, purpose: str, function: str) -> None:
 
 
 def _hard_loss(outputs: Any, labels: Tensor) -> Tensor:
-    _check_tensor(outputs, "the default loss", "loss(outputs, labels) and metrics(outputs, labels)")
+    _check_tensor(outputs, "the default loss", "loss(outputs, labels)")
     numbers = labels.is_floating_point()
     if outputs.numel() != labels.numel() if numbers else outputs.shape[:-1] != labels.shape:
         expected = "as many numbers" if numbers else "the logits of the classes for each of them"

@@ -275,9 +275,16 @@ def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, op
         raise SettingsError(
             f"teachers={teachers!r}: expected a service's name, host:port of each teacher, or a list of Teachers"
         )
-    names = [part for part in parts if isinstance(part, str)]
-    if not parts or (names == parts and any(":" in name for name in names)):
+    names = [part for part in parts if isinstance(part, str) and part.strip()]
+    parts = [part for part in parts if isinstance(part, Teachers) or part in names]
+    addresses = [name for name in names if ":" in name]
+    if not parts or (addresses == parts):
         return [Teachers.parse(names, discovery=discovery)]
+    if addresses:
+        raise SettingsError(
+            f"teachers={teachers!r}: {addresses[0]!r} is an address, but others are services: for an ensemble, pass "
+            f"Teachers(endpoints=({addresses[0]!r},))"
+        )
     return [Teachers.parse(part, discovery=discovery) for part in parts]
 
 

@@ -130,7 +130,7 @@ def test_results_of_one_training(train: Any) -> None:
 import torch
 class Model(torch.nn.Linear):
     def forward(self, x):
-        assert torch.is_inference_mode_enabled() or self.training
+        assert not torch.is_grad_enabled() or self.training
         assert not torch.compiler.is_exporting()
         return super().forward(x)
 def model():
@@ -157,7 +157,7 @@ def model():
 
 
 def test_outputs_of_any_kind(train: Any, capsys: pytest.CaptureFixture, table: str) -> None:
-    """A loss function of the user's defines the loss of the evaluation too, also where the default would not fit."""
+    """The user's loss is also that of the evaluation where the default would not fit."""
     train(PAIR + LOSS + "outputs[0].mean() * 0 + 2", "pair", eval=table)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "epoch 0" in line)
     assert "training loss 2, loss 2, " in line

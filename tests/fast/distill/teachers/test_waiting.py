@@ -56,7 +56,9 @@ def test_what_goes_with_a_service_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     """The URL of a list of one service; the options of `edl label` where the environment names the service."""
     assert resolve_teachers(["digits"], "sqlite:///x") == [Teachers("digits", discovery="sqlite:///x")]
     assert resolve_teachers(["small", Teachers("large")]) == [Teachers("small"), Teachers("large")], "an ensemble"
-    assert resolve_teachers(["a:1", "b:2"]) == [Teachers(endpoints=("a:1", "b:2"))], "two teachers of one model"
+    with pytest.raises(SettingsError, match="'b:2' is an address, but others are services"):
+        resolve_teachers(["small", "b:2"])
+    assert resolve_teachers(["a:1", "", "b:2"]) == [Teachers(endpoints=("a:1", "b:2"))], "two teachers of one model"
     monkeypatch.setenv("EDL_SERVICE", "digits")
     told = ["x.npy", "--inputs", "x", "--outputs", "y", "--output", "z", "--model", "m", "--discovery", "sqlite:///x"]
     plan = plan_of(parser().parse_args(told))

@@ -186,10 +186,8 @@ def _check_job_state(context: AgentContext) -> int | None:
         if not records.nodes:
             if context.membership.propose_world(World(world.generation, message="started again"), records.version):
                 error = world.message.rstrip().rpartition("\n")[2].strip()
-                where = f"from the checkpoint at {spec.checkpoint}" if spec.checkpoint else "from the beginning"
-                if context.host.holds_state:
-                    where = "from the state in this host's memory"
-                logger.warning("job %s failed (%s): starting it again, %s", spec.job, error, where)
+                where = "newest state" if spec.checkpoint or context.host.holds_state else "beginning"
+                logger.warning("job %s failed (%s): starting it again, from the %s", spec.job, error, where)
         elif time.monotonic() > deadline:
             reason = f"job {spec.job} has failed, and its nodes have not left yet: try again in a moment"
             logger.error("%s", reason)

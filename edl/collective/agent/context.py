@@ -18,6 +18,7 @@ from pathlib import Path
 
 from edl.background import start_call
 from edl.collective.agent.ending import ExitCode, StopSignals, TerminationMessage
+from edl.collective.agent.health.failures import ExitCause
 from edl.collective.agent.health.peer_monitor import PeerConnections
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import LaunchSpec, open_master_endpoint
@@ -87,8 +88,10 @@ def store_last_state(
 ) -> None:
     """Wait until the last checkpoint is stored, a time limit passes or a second signal arrives. Closes `persister`."""
     done = shutdown.code == ExitCode.DONE
-    # Slurm itself ends the wait, by its KillWait or GraceTime, which were chosen for what the storage needs.
-    patient = done or (signals.slurm and signals.stopping)
+    # Slurm itself ends the wait, by its KillWait or GraceTime, which were chosen for what the storage needs. A job that
+    # waits for a teacher loses nothing by waiting for the storage.
+    waits = shutdown.end.cause == ExitCause.NO_TEACHER.value
+    patient = done or waits or (signals.slurm and signals.stopping)
     if done:
         persister.store_newest()
     # In a thread, because a hanging storage call cannot be cancelled. The thread ends with the process. A checkpoint

@@ -293,7 +293,8 @@ class NodeReconciler:
         code = ExitCode.FAILED
         if world.cause == ExitCause.NO_TEACHER.value:
             code = ExitCode.TRY_AGAIN
-            self._context.persister.store_newest()  # on every node, since the job continues from there
+            self._context.shutdown.is_last_node = True  # on every node: the job continues from its state in memory
+            self._context.persister.store_newest()
         logger.error(
             "job %s has failed, exit code %d: %s",
             *(self._spec.job, code, world.message),

@@ -98,13 +98,14 @@ def test_job_with_too_few_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert f"job {job.name}: gave up, 1 node so far" in capsys.readouterr().out
 
 
-def test_job_without_a_teacher_may_start_again(tmp_path: Path) -> None:
-    """Every node stores its newest state and asks for another start, from which the job goes on."""
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "memory"])
+def test_job_without_a_teacher_may_start_again(tmp_path: Path, stored: bool) -> None:
+    """Every node keeps and stores its newest state and asks for another start, from which the job goes on."""
     words = "no live teacher for 'digits' within 60 s (none is registered)"
     raises = f"if rank == 0 and state.step == 8 and not (folder / 'teacher').exists(): raise NoTeacherError({words!r})"
     source = TRAIN_STATE.read_text().replace("time.sleep(step_s)\n", f"{raises}\n            time.sleep(step_s)\n")
     (tmp_path / "script.py").write_text(source.replace("import torch\n", "import torch\nfrom edl.errors import *\n", 1))
-    options = ("--nnodes", "2", "--checkpoint", str(tmp_path / "stored"))
+    options = ("--nnodes", "2", *(("--checkpoint", str(tmp_path / "stored")) if stored else ()))
     with Job(tmp_path, options, command=[str(tmp_path / "script.py"), str(tmp_path)]) as job:
         for node, log in [start(job) for _ in range(2)]:
             assert node.wait() == 75, node.output
@@ -113,7 +114,7 @@ def test_job_without_a_teacher_may_start_again(tmp_path: Path) -> None:
             assert (message["cause"], message["exit_code"], message["rank"]) == ("no_teacher", 75, 0)
             assert message["message"].splitlines()[-1].startswith(words)
             assert cause_of(log) is TerminationCause.NO_TEACHER
-        job.nothing_is_left()
+        job.nothing_is_left(state=True)
         (tmp_path / "teacher").touch()
         (tmp_path / "end").touch()
         for node, _ in [start(job) for _ in range(2)]:

@@ -31,9 +31,10 @@ examples:
       --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py"""
 
 _DETAILS = """\
-Exit codes: 0 the job has ended; 1 the script failed; 2 wrong usage; 69 this node or one of its GPUs is faulty; 74
-the script's last state could not be stored; 75 too few nodes joined in time, or the store cannot be reached (try
-again); 137 too little memory (--leave-on-oom); 143 this node left because it was asked to (SIGTERM).
+Exit codes: 0 the job has ended; 1 the script failed; 2 wrong usage; 69 this node or one of its GPUs is faulty;
+74 the script's last state could not be stored; 75 too few nodes joined in time, no teacher was live, or the
+store cannot be reached (try again); 137 too little memory (--leave-on-oom); 143 this node left because it was
+asked to (SIGTERM).
 The reason why the node ended is written to the file that EDL_TERMINATION_LOG names (JSON, at most 4096 bytes)."""
 
 _USUAL = {

@@ -91,6 +91,7 @@ _READER_ERROR = re.compile(
 _NO_TEACHER: Final = re.compile(
     r"^edl\.errors\.NoTeacherError: (no live teacher for (?:(?! accepted ).)+? within .*)$", re.MULTILINE
 )
+_HANDLED: Final = "\nDuring handling of the above exception"  # what follows is a mistake of the script's own handler
 _NO_TEACHER_REMEDY: Final = (
     "start the job again when a teacher is live (the operator does so), keep teachers with the pool's minReplicas, or "
     "wait longer with Options(teacher_timeout_s=SECONDS)"
@@ -153,7 +154,7 @@ def find_exit_cause(status: int, text: str) -> ExitCause:
         return ExitCause.ERROR
     if found := find_gpu_fault(text):
         return found[0]
-    if _NO_TEACHER.search(text):
+    if (found_at := _NO_TEACHER.search(text)) and _HANDLED not in text[found_at.end() :]:
         return ExitCause.NO_TEACHER
     return ExitCause.PEER_LOST if _CONTACT.search(text) else ExitCause.ERROR
 

@@ -81,6 +81,7 @@ READER_FAILED = (
     "RuntimeError: DataLoader worker (pid 123) exited unexpectedly with exit code 3. Details are lost due to"
     " multiprocessing. Rerunning with num_workers=0 may give better error trace."
 )
+HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
 CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
 
 
@@ -131,6 +132,8 @@ def test_want_of_a_teacher_is_no_error_of_the_script() -> None:
         assert (decision.cause, decision.rank) == (ExitCause.NO_TEACHER, 5)
         assert re.search("'digits' in .* within 60 s .*minReplicas.*teacher_timeout_s", decision.fatal.split("\n")[-1])
         assert decide([waited, WRONG], 0.5).cause is ExitCause.ERROR
+    mistake = traceback_of(NO_TEACHER) + HANDLING + traceback_of("NameError: name 'fallback' is not defined")
+    assert find_exit_cause(1, mistake) is ExitCause.ERROR
 
 
 def test_killed_loader_is_a_killed_worker() -> None:

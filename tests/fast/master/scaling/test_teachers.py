@@ -138,7 +138,7 @@ def test_three_moves_with_noise(service: SimulatedService, seed: int) -> None:
     # Three in all, whenever they are: of a demand at the very edge of the band, noise makes the first move late.
     # The doublings of one step count as one move.
     decisions = [decision for _, decision in noisy.moves]
-    doublings = sum("at most 2 times" in one.reason and two.count > one.count for one, two in pairwise(decisions))
+    doublings = sum("a step goes to" in one.reason and two.count > one.count for one, two in pairwise(decisions))
     assert len(decisions) - doublings <= 3, decisions
 
 

@@ -78,7 +78,7 @@ def test_refused(
     assert message in capsys.readouterr().err
 
 
-def test_want_of_a_teacher_is_raised(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_teacher_is_raised(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent recognizes it by the traceback, and lets the job start again."""
 
     def run(training: _Training) -> None:

@@ -52,7 +52,7 @@ class TerminationCause(Enum):
     HARDWARE = "hardware"  # a GPU of the node is broken, or the node failed the check before joining
     UNCLEAR_FAULT = "unclear_fault"  # an illegal operation on a GPU: the kernel's own error, or the GPU's
     LAUNCH_FAILED = "launch_failed"  # the container never ran: its image, command, volume or configuration is missing
-    NO_TEACHER = "no_teacher"  # the script waited in vain for a teacher
+    NO_TEACHER = "no_teacher"  # no teacher was live while the script waited
     QUORUM_MISSED = "quorum_missed"  # too few nodes joined within the deadline
     NOT_STORED = "not_stored"  # the script succeeded, but its last state was not stored
     UNKNOWN = "unknown"

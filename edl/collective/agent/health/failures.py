@@ -51,7 +51,7 @@ class ExitCause(Enum):
     HARDWARE = "hardware"  # a GPU of the node is broken
     UNCLEAR = "unclear"  # a kernel made an illegal access or the like: either its own error, or the GPU's
     MISSING = "missing"  # the GPU does not exist: an error of the script, unless it existed before
-    NO_TEACHER = "no_teacher"  # the script waited in vain for a teacher (`edl.errors.NoTeacherError`)
+    NO_TEACHER = "no_teacher"  # no teacher was live while the script waited (`edl.errors.NoTeacherError`)
 
 
 def find_gpu_fault(text: str) -> tuple[ExitCause, str] | None:

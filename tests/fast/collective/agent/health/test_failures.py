@@ -123,7 +123,7 @@ def test_abort_is_a_crash_of_a_single_rank() -> None:
 NO_TEACHER = "edl.errors.NoTeacherError: no live teacher for 'digits' in edl://h:1 within 60 s (none is registered)"
 
 
-def test_want_of_a_teacher_is_no_error_of_the_script() -> None:
+def test_missing_teacher_is_no_user_error() -> None:
     """Also if the script raised another error because of it."""
     for text in (traceback_of(NO_TEACHER), traceback_of(NO_TEACHER) + CAUSE + traceback_of("OSError: step 3")):
         waited = failure(1, text, rank=5)
